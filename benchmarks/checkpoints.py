@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from benchmarks.peers.rounds import in_new_processes
 from benchmarks.sharding import blocks
-from slapo_core import all_reduce, build, create_schedule
+from slapo_core import build, create_schedule
+from slapo_training.distributed import all_reduce
 
 HIDDEN, LAYERS, TURNS = 1024, 4, 7
 ZERO = {"config": {"zero_optimization": {"stage": 1}}}
@@ -76,7 +77,7 @@ def seconds(action: Callable[[], Any], mesh: Any) -> float:
 def staged_by_torch(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> Write:
     """``dcp.async_save`` of the same, which returns when it has copied, and meets in a group of its own."""
     state, group = state_of(engine, layout, options), dist.new_group()
-    return lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    return lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)  # type: ignore[attr-defined]
 
 
 def state_of(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def written_alone(engine: Any, target: str, layout: dict[str, int], options: dic
     if target == "megatron":
         return partial(written_by_megatron, engine)
     state = state_of(engine, layout, options)
-    return lambda folder: dcp.save(state, checkpoint_id=folder)
+    return lambda folder: dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
 
 
 def written_by_megatron(engine: Any, folder: Path) -> None:
@@ -104,16 +105,16 @@ def written_by_megatron(engine: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from slapo_megatron.optimizer.local_tensors import Held
+    from slapo_megatron.optimizer.local_tensors import LocalTensors
     from slapo_megatron.optimizer.optimizer_state import OptimizerState
     from slapo_megatron.process_state.cpu_mode import cpu_mode
 
     filesystem_async._results_queue = queue.Queue()
     folder.mkdir(exist_ok=True)
     with cpu_mode():
-        held = Held(engine.program)
-        optimizer, _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        dist_checkpointing.save({"model": held.sharded(held.tensors), "optimizer": optimizer}, str(folder))
+        held = LocalTensors(engine.program)
+        optimizer, _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        dist_checkpointing.save({"model": held.sharded_tensors(held.tensors), "optimizer": optimizer}, str(folder))
 
 
 def measure(

@@ -22,7 +22,7 @@ from benchmarks.peers.building import LAYERS, Seconds, measure_build
 from benchmarks.peers.models import CLIP, Language, Sizes, adamw, batch_of, cut_blocks, loss_of, mesh_of, shard_blocks
 from benchmarks.peers.rounds import Step, check_losses, in_new_processes, in_turns, ratio, slowest, spread
 from slapo_core import build, create_schedule
-from slapo_deepspeed.process_state.engine_import import without_warnings
+from slapo_training.engines import without_warnings
 
 ROUNDS, TURNS = 5, 10
 BY_HAND = {name: f"benchmarks.peers.{name}_by_hand" for name in ("deepspeed", "megatron")}

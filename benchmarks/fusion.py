@@ -91,7 +91,7 @@ def chains(rank: int, name: str) -> list[float]:
     inputs = [torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True) for _ in range(2)]
     schedule = create_schedule(cls(), example_inputs=tuple(inputs)).trace()
     schedule.fuse(schedule.find(pattern), compiler=compiler)
-    sides: list[Callable[..., Any]] = [cls(), schedule.mod, torch.compile(cls())]
+    sides: list[Any] = [cls(), schedule.mod, torch.compile(cls())]
     times: list[list[float]] = [[] for _ in sides]
     gradient = torch.randn(ROWS, TOKENS, HIDDEN)
     for turn in range(33):

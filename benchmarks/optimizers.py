@@ -110,7 +110,7 @@ def measure_in_place(rank: int, name: str, hidden: int) -> list[list[float]]:
         schedule.tensor_parallel()
         engine: Any = build(schedule, "torch", optimizer=IN_PLACE[name], loss_fn=nn.functional.mse_loss)
         engine.train_batch(input=x, labels=y)
-        assert len(engine.optimizer.stepped()) == 2 * LAYERS
+        assert len(engine.optimizer.named_stand_ins()) == 2 * LAYERS
         assert [each.is_in_place for each in engine.optimizer.stand_ins] == [whole_tensor_construction.MIN_SHARDED_NUMEL == 0]
         sides.append(engine.optimizer.step)
     in_turns(sides, 2)

@@ -117,7 +117,7 @@ class ByHand(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        for block in model:
+        for block in model.children():
             block.qkv, block.up = Column(block.qkv), Column(block.up)
             block.proj, block.down = Row(block.proj), Row(block.down)
         self.blocks = model
@@ -127,8 +127,8 @@ class ByHand(nn.Module):
 
     def finish(self) -> None:
         """Sum what each rank has a part of."""
-        of = [tensor for block in self.blocks for tensor in (*block.first.parameters(), *block.second.parameters())]
-        of += [tensor for block in self.blocks for tensor in (block.proj.bias, block.down.bias)]
+        of = [tensor for block in self.blocks.children() for tensor in (*block.first.parameters(), *block.second.parameters())]
+        of += [tensor for block in self.blocks.children() for tensor in (block.proj.bias, block.down.bias)]
         together = torch.cat([tensor.grad for tensor in of])
         dist.all_reduce(together)
         for tensor, grad in zip(of, together.split([tensor.numel() for tensor in of]), strict=True):

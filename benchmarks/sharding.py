@@ -109,7 +109,7 @@ class Row(nn.Module):
 
 
 def by_hand(model: nn.Module) -> nn.Module:
-    for block in model:
+    for block in model.children():
         for name in ("qkv", "up"):
             setattr(block, name, Column(getattr(block, name)))
         for name in ("proj", "down"):
@@ -136,7 +136,7 @@ def dtensor(model: nn.Module) -> nn.Module:
 
 
 def compiled(model: nn.Module, backend: str = "inductor") -> nn.Module:
-    for block in model:
+    for block in model.children():
         block.compile(fullgraph=True, backend=backend)
     return model
 

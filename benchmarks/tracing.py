@@ -149,7 +149,7 @@ def main() -> None:
         while len(sch.journal):
             sch.undo()
         end = time.perf_counter()
-        stale = sum(len(subgraph.resolve(traced, match)) != len(match) for match in matches)
+        stale = sum(len(subgraph.resolve_nodes(traced, match)) != len(match) for match in matches)
         assert str(traced.graph) == before
         print(f"| {size} | {middle - start:.3f} | {end - middle:.3f} | {stale} |", flush=True)
 

@@ -110,7 +110,7 @@ def slices(folder: str, wanted: list[tuple[str, int, list[tuple[int, int]]]]) ->
             for name, dim, ranges in wanted:
                 if name in names:
                     lines: tuple[Any, ...] = (slice(None),) * dim
-                    parts = [opened.get_slice(name)[(*lines, slice(*each))] for each in ranges]
+                    parts = [opened.get_slice(name)[lines + (slice(*each),)] for each in ranges]
                     found.append(parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim))
     return found
 

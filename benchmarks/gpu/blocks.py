@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.sharding import Way, blocks, by_hand, compared, compiled, dtensor, ours
 
@@ -127,7 +128,7 @@ def main() -> None:
     ranks, sizes = torch.cuda.device_count(), Sizes()
     if not ranks or sizes.heads % ranks:
         sys.exit(f"{ranks} devices are visible; make as many visible (CUDA_VISIBLE_DEVICES) as divide {sizes.heads} heads")
-    torch.multiprocessing.spawn(_worker, (ranks, sizes), ranks)
+    spawn(_worker, (ranks, sizes), ranks)
 
 
 if __name__ == "__main__":

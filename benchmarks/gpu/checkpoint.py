@@ -26,7 +26,7 @@ def ours(model: nn.Module) -> nn.Module:
 
 
 def by_hand(model: nn.Module) -> nn.Module:
-    for block in model.get_submodule("transformer.h"):
+    for block in model.get_submodule("transformer.h").children():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 

@@ -71,7 +71,7 @@ def _imported(target: str) -> None:
 
         start("cpu")
     else:
-        from slapo_megatron.process_state.process_groups import without_warnings
+        from slapo_training.engines import without_warnings
 
         with without_warnings():
             import megatron.core.distributed

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from benchmarks.peers.models import CLIP, Language, Sizes, adamw, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from benchmarks.sharding import by_hand
-from slapo_deepspeed.process_state.engine_import import imported, start, without_warnings
+from slapo_deepspeed.process_state.engine_import import import_deepspeed, start
+from slapo_training.engines import without_warnings
 
 
 def _config(sizes: Sizes) -> dict[str, object]:
@@ -50,7 +51,7 @@ class Ranks:
 
 def tensor_parallel(sizes: Sizes) -> Step:
     """Column- and row-parallel layers written by hand, on DeepSpeed's engine."""
-    deepspeed = imported("cpu")
+    deepspeed = import_deepspeed("cpu")
     start(deepspeed)
     model, (tokens, labels) = Language(sizes), batch_of(sizes)
     by_hand(model.blocks)
@@ -71,7 +72,7 @@ def tensor_parallel(sizes: Sizes) -> Step:
 
 def pipeline(sizes: Sizes) -> Step:
     """The model as a list of layers, in DeepSpeed's ``PipelineModule``."""
-    deepspeed = imported("cpu")
+    deepspeed = import_deepspeed("cpu")
     start(deepspeed)
     from deepspeed.pipe import PipelineModule
 

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.peers.models import CLIP, RATE, Language, Sizes, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from slapo_megatron.process_state.cpu_mode import cpu_mode
-from slapo_megatron.process_state.process_groups import without_warnings
+from slapo_training.engines import without_warnings
 
 
 def tensor_parallel(sizes: Sizes) -> Step:
@@ -20,7 +20,7 @@ def tensor_parallel(sizes: Sizes) -> Step:
     with cpu_mode(), without_warnings():
         config = _config(sizes, tensor_model_parallel_size=dist.get_world_size())
         model = Language(sizes)
-        for block in model.blocks:
+        for block in model.blocks.children():
             _split(block, config)
         return _trained(sizes, config, model)
 

@@ -1,7 +1,8 @@
 """Directives that document what the installed plugins register.
 
 ``primitives`` lists every primitive as a method of a schedule, with the arguments of ``apply``. ``dialects`` lists every
-target of ``build``, ``commands`` those of the command line, and ``public-names`` what ``import slapo`` gives.
+target of ``build``, ``kernels`` every kernel with its arguments, ``commands`` those of the command line, and ``public-names``
+what ``import slapo`` gives.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sphinx.util.inspect import stringify_signature
 
 import slapo
 import slapo_core
+import slapo_kernels
 from slapo.cli.app import create_app
 from slapo.public_names import NAME_ORIGINS
 from slapo_core import Registry
@@ -48,7 +50,7 @@ class _Registered(SphinxDirective):
         lines = StringList()
         for heading, docstring in self.descriptions(Registry()):
             body = GoogleDocstring(rewrite_as_literal(inspect.cleandoc(docstring)), self.config).lines()
-            for line in [heading, "", *(f"   {line}" for line in body), ""]:
+            for line in [*heading.splitlines(), "", *(f"   {line}" for line in body), ""]:
                 lines.append(line, heading)
         node = nodes.Element()
         self.state.nested_parse(lines, 0, node)
@@ -77,6 +79,16 @@ class Dialects(_Registered):
             yield f".. describe:: target={name!r}", f"{inspect.cleandoc(str(dialect.__doc__))}\n\nIt can do {able}."
 
 
+class Kernels(_Registered):
+    """``kernels``: each as its eager implementation."""
+
+    def descriptions(self, registry: Registry) -> Iterator[tuple[str, str]]:
+        for name in slapo_kernels.kernel_names():
+            eager = getattr(slapo_kernels.eager, name)
+            heading = f".. py:function:: {name}{stringify_signature(inspect.signature(eager))}"
+            yield f"{heading}\n   :module: slapo_kernels.eager", str(eager.__doc__)
+
+
 class Commands(_Registered):
     """``commands``: each with its options."""
 
@@ -103,6 +115,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.add_directive("primitives", Primitives)
     app.add_directive("dialects", Dialects)
+    app.add_directive("kernels", Kernels)
     app.add_directive("commands", Commands)
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", _rewrite_as_literal, priority=400)  # before napoleon's

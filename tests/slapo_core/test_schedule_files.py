@@ -100,7 +100,7 @@ def test_a_changed_attribute_is_not_lost() -> None:
         "torch.nn.modules.module:Module.__init__",
         "torch.nn.modules.module:Module.__subclasses__",
         "subprocess:run",
-        "slapo_core.schedules.schedule_files:load_schedule",
+        "slapo_core.schedules.load_schedule:load_schedule",
         "torch.nnx:f",
         "torch.nn.utils.prune:torch.hub.load",
         "",

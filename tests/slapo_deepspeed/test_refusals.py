@@ -116,7 +116,7 @@ def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -
     file.write_text(json.dumps({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "bf16": {"enabled": True}}))
     options = DeepSpeedOptions.of({"optimizer": adamw, "config": file})
     assert (options.parts, options.largest_norm, options.settled_precision, options.zero_stage) == (4, 0.5, "bf16", 1)
-    settled = options.settled()
+    settled = options.full_config()
     assert settled["zero_optimization"]["stage"] == 1
     assert settled["gradient_clipping"] == 0.5
     file.write_text("{")
@@ -131,20 +131,20 @@ def test_old_names_and_what_is_left_to_the_engine() -> None:
     options = DeepSpeedOptions.of({"config": {"bfloat16": {"enabled": True}, "gradient_clipping": "auto"}})
     assert options.settled_precision == "bf16"
     assert DeepSpeedOptions.of({"config": {"bf16": {"enabled": "auto"}}, "precision": "bf16"}).settled_precision == "bf16"
-    assert options.settled()["bf16"]["enabled"] is True
-    assert options.settled()["gradient_clipping"] == 0.0
-    assert "bfloat16" not in options.settled()
+    assert options.full_config()["bf16"]["enabled"] is True
+    assert options.full_config()["gradient_clipping"] == 0.0
+    assert "bfloat16" not in options.full_config()
 
 
 def test_clipping_is_off_unless_asked_for_though_deepspeeds_own_default_is_not() -> None:
-    assert DeepSpeedOptions.of({"optimizer": adamw}).settled()["gradient_clipping"] == 0.0
+    assert DeepSpeedOptions.of({"optimizer": adamw}).full_config()["gradient_clipping"] == 0.0
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_adam_is_torchs_on_a_cpu_alone(kind: str) -> None:
     options = DeepSpeedOptions.of({"config": {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}})
-    assert options.settled("cpu")["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
-    assert options.settled("cuda")["optimizer"]["params"] == {"lr": 1e-3}
+    assert options.full_config("cpu")["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
+    assert options.full_config("cuda")["optimizer"]["params"] == {"lr": 1e-3}
 
 
 class Scaled(nn.Module):

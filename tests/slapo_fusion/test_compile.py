@@ -104,7 +104,7 @@ def test_with_checkpoints_in_either_order(first: str) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("policy", [None, "matmuls"])
 def test_checkpointed_layers_in_a_compiled_model_run_as_they_are_and_nobody_warns(policy: str | None, offload: bool) -> None:
-    """This fails where torch has moved what ``uncompiled`` writes to."""
+    """This fails where torch has moved what ``exclude_from_compilation`` writes to."""
     before, count = Model(3), Counting()
     sch = create_schedule(copy.deepcopy(before))
     sch["layers"].checkpoint(policy=policy)

@@ -23,7 +23,7 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def scheduled() -> Schedule:
+def make_schedule() -> Schedule:
     return create_schedule(nn.Sequential(nn.LayerNorm(8), MLP()))
 
 
@@ -59,7 +59,7 @@ def scheduled() -> Schedule:
     ],
 )
 def test_use_kernels(names: Any, force: Any, sentence: str) -> None:
-    schedule = scheduled()
+    schedule = make_schedule()
     before = [type(module) for module in schedule.mod.modules()]
     with pytest.raises(ScheduleError) as caught:
         schedule.use_kernels(names, force=force)
@@ -79,7 +79,7 @@ class TestTwice:
         ],
     )
     def test_what_is_served_already_cannot_be_forced(self, path: str, force: dict[str, str], what: str) -> None:
-        schedule = scheduled()
+        schedule = make_schedule()
         schedule.use_kernels()
         modules = list(schedule.mod.modules())
         schedule.use_kernels()  # nothing new, and nothing asked for
@@ -100,13 +100,13 @@ class TestTwice:
             schedule.use_kernels(force={"swiglu": "eager"})
 
     def test_what_is_not_served_yet_can_be(self) -> None:
-        schedule = scheduled()
+        schedule = make_schedule()
         schedule["1"].use_kernels("swiglu")
         schedule.use_kernels(force={"*": "eager"})
         assert [type(module).__name__ for module in schedule.mod] == ["KernelLayerNorm", "KernelMLP"]  # type: ignore[arg-type]
 
     def test_what_nothing_computes_is_no_error_of_the_default(self) -> None:
-        schedule = scheduled()
+        schedule = make_schedule()
         schedule.use_kernels(force={"rms_norm": "native"})
         schedule.use_kernels(force={"rms_norm": "native"})
         assert set(schedule.metadata.primitives["use_kernels"]) == {"swiglu", "layer_norm"}

@@ -55,7 +55,7 @@ X = torch.randn(4, 16, 8)
 INPUTS = X.nbytes
 
 
-def scheduled(**inputs: Any) -> tuple[nn.Module, Schedule]:
+def make_schedule(**inputs: Any) -> tuple[nn.Module, Schedule]:
     before = Model()
     return before, create_schedule(copy.deepcopy(before), example_inputs=inputs or (X,))
 
@@ -95,7 +95,7 @@ def kept_in(model: nn.Module) -> int:
 
 
 def test_kept_bytes_stay_in_the_budget_and_less_runs_again_with_more() -> None:
-    before, _ = scheduled()
+    before, _ = make_schedule()
     ran, plain = [], ran_in(copy.deepcopy(before))
     for budget in (INPUTS, 3 * INPUTS, 8 * INPUTS, 10**6):
         sch = create_schedule(copy.deepcopy(before), example_inputs=(X,))
@@ -113,7 +113,7 @@ def test_kept_bytes_stay_in_the_budget_and_less_runs_again_with_more() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"policy": "matmuls"}], ids=["budget", "policy"])
 def test_what_is_kept_goes_with_the_backward_and_needs_no_garbage_collector(options: dict[str, Any]) -> None:
-    _, sch = scheduled()
+    _, sch = make_schedule()
     sch["layers"].checkpoint(**options)
     gc.collect()
     others = len(entries())
@@ -133,7 +133,7 @@ def test_what_is_kept_goes_with_the_backward_and_needs_no_garbage_collector(opti
 
 def test_a_model_that_a_budget_was_solved_for_goes_when_nobody_holds_it() -> None:
     """The run on fake tensors leaves nothing behind, a checkpoint within it no entries."""
-    _, sch = scheduled()
+    _, sch = make_schedule()
     others = len(entries())
     sch["layers"].checkpoint(policy="matmuls")
     sch.checkpoint(budget=0.5)
@@ -145,7 +145,7 @@ def test_a_model_that_a_budget_was_solved_for_goes_when_nobody_holds_it() -> Non
 
 
 def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:
-    _, sch = scheduled()
+    _, sch = make_schedule()
     sch["layers.0"].checkpoint(budget=2 * INPUTS)
     again: list[str] = []
 
@@ -173,7 +173,7 @@ def test_how_a_budget_is_written(written: Any, size: float) -> None:
 
 
 def test_a_share_is_between_the_inputs_alone_and_all_that_autograd_keeps() -> None:
-    _, sch = scheduled()
+    _, sch = make_schedule()
     kept = []
     for share in (0.0, 0.5, 1.0):
         sch["layers"].checkpoint(budget=share)
@@ -184,7 +184,7 @@ def test_a_share_is_between_the_inputs_alone_and_all_that_autograd_keeps() -> No
 
 
 def test_it_is_solved_in_train_mode_and_leaves_the_model_alone() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch.mod.eval()
     attributes = {path: dict(vars(module)) for path, module in sch.mod.named_modules()}
     state, x = torch.get_rng_state(), X.clone()
@@ -253,7 +253,7 @@ def test_generators_that_containers_hold_are_left_alone_and_draw_the_same_again(
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (8, 64, 8)], ids=str)
 def test_other_shapes_and_autocast_train_the_same(shape: tuple[int, ...]) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].checkpoint(budget=0.5)
     assert_equivalent(before, sch.mod, torch.randn(shape), atol=0, rtol=0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -261,7 +261,7 @@ def test_other_shapes_and_autocast_train_the_same(shape: tuple[int, ...]) -> Non
 
 
 def test_copies_pickles_and_replays_keep_the_same(tmp_path: Any) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].checkpoint(budget="6KiB", ratio=0.7)
     kept = kept_in(sch.mod)
     assert kept > 0
@@ -282,7 +282,7 @@ def test_weights_without_memory() -> None:
 
 
 def test_a_module_inside_a_checkpoint_and_one_around() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers.1.up"].checkpoint(budget=0.5)
     sch["layers.1"].checkpoint(budget=0.5)
     sch.checkpoint(budget=0.3)
@@ -311,7 +311,7 @@ class Branching(nn.Module):
     ],
 )
 def test_what_is_no_budget_is_refused(path: str, options: dict[str, Any], message: str) -> None:
-    _, sch = scheduled()
+    _, sch = make_schedule()
     with pytest.raises(ScheduleError, match=message):
         sch[path].checkpoint(**options)
     assert not any("forward" in vars(module) for module in sch.mod.modules())

@@ -61,7 +61,7 @@ def offloaded(sch: Schedule, options: dict[str, Any]) -> None:
 PLACES = {"alone": alone, "ratio": some, "nested": nested, "offload": offloaded}
 
 
-def stepped(model: nn.Module, batch: dict[str, Any], autocast: bool = False) -> list[torch.Tensor | None]:
+def run_step(model: nn.Module, batch: dict[str, Any], autocast: bool = False) -> list[torch.Tensor | None]:
     """The loss, the logits and the gradients of a step, and a number drawn after it."""
     model.zero_grad()
     set_random_seed(11, tp_rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
@@ -99,7 +99,7 @@ def test_a_step_is_the_unmodified_models(name: str, attention: str, policy: str,
     before, sch, batch = pair(name, attention)
     PLACES[place](sch, POLICIES[policy])
     for autocast in (False, True):
-        assert_same(stepped(sch.mod, batch, autocast), stepped(before, batch, autocast))
+        assert_same(run_step(sch.mod, batch, autocast), run_step(before, batch, autocast))
 
 
 def split(rank: int, name: str, attention: str, policy: str, checkpoint_first: bool, place: str) -> bool:
@@ -112,7 +112,7 @@ def split(rank: int, name: str, attention: str, policy: str, checkpoint_first: b
     steps: list[Callable[[], Any]] = [lambda: PLACES[place](sch, POLICIES[policy]), sch.tensor_parallel]
     for step in steps if checkpoint_first else steps[::-1]:
         step()
-    assert_same(stepped(sch.mod, batch), stepped(reference.mod, batch))
+    assert_same(run_step(sch.mod, batch), run_step(reference.mod, batch))
     return True
 
 

@@ -58,7 +58,7 @@ class Model(nn.Module):
 X = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(5))
 
 
-def scheduled() -> tuple[nn.Module, Schedule]:
+def make_schedule() -> tuple[nn.Module, Schedule]:
     before = Model()
     return before, create_schedule(copy.deepcopy(before), example_inputs=(X,))
 
@@ -74,7 +74,7 @@ def moved_bytes() -> list[int]:
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_outputs_and_gradients_are_bit_equal(needs_grad: bool) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].offload(min_bytes=0)
     x = X.clone().requires_grad_(needs_grad)
     assert_equivalent(before, sch.mod, x, atol=0, rtol=0)
@@ -152,7 +152,7 @@ def test_memory_written_to_in_between_is_moved_twice() -> None:
 
 
 def test_the_backward_of_a_module_brings_back_what_the_one_before_moved() -> None:
-    _, sch = scheduled()
+    _, sch = make_schedule()
     sch["layers"].offload(min_bytes=0)
     order: list[set[int]] = []
     values: list[torch.Tensor] = []
@@ -195,7 +195,7 @@ def offloaded(sch: Schedule) -> None:
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS.values(), ids=[*CHECKPOINTS])
 @pytest.mark.parametrize("offload_first", [True, False])
 def test_with_a_checkpoint_in_either_order_the_inputs_are_moved(checkpoint: Callable[..., Any], offload_first: bool) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     for step in (offloaded, checkpoint) if offload_first else (checkpoint, offloaded):
         step(sch)
     where: list[StorageWeakRef] = []
@@ -209,7 +209,7 @@ def test_with_a_checkpoint_in_either_order_the_inputs_are_moved(checkpoint: Call
 
 
 def test_an_offloaded_module_in_a_checkpoint_and_checkpoints_in_an_offloaded_one() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers.0.qkv"].offload(min_bytes=0)
     sch["layers"].checkpoint()
     sch.offload(min_bytes=0)
@@ -224,7 +224,7 @@ def test_an_offloaded_module_in_a_checkpoint_and_checkpoints_in_an_offloaded_one
 @pytest.mark.parametrize("steps", [(offloaded, with_compile), (with_compile, offloaded)], ids=["first", "last"])
 def test_with_compiled_layers(steps: tuple[Callable[..., Any], ...]) -> None:
     torch.compiler.reset()
-    before, sch = scheduled()
+    before, sch = make_schedule()
     for step in steps:
         step(sch)
     out = sch.mod(X)
@@ -235,7 +235,7 @@ def test_with_compiled_layers(steps: tuple[Callable[..., Any], ...]) -> None:
 
 
 def test_autocast_and_no_gradients() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].offload(min_bytes=0)
     with torch.autocast("cpu", torch.bfloat16):
         assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
@@ -245,7 +245,7 @@ def test_autocast_and_no_gradients() -> None:
 
 
 def test_a_second_backward_and_gradients_of_gradients() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].offload(min_bytes=0)
     found = []
     for model in (before.eval(), sch.mod.eval()):
@@ -259,7 +259,7 @@ def test_a_second_backward_and_gradients_of_gradients() -> None:
 
 
 def test_micro_batches_in_flight() -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].offload(min_bytes=0)
     for model in (before, sch.mod):
         torch.manual_seed(4)
@@ -271,7 +271,7 @@ def test_micro_batches_in_flight() -> None:
 
 
 def test_copies_pickles_replays_and_undo(tmp_path: Any) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     sch["layers"].offload(min_bytes=64)
     sch.save(tmp_path / "schedule.py")
     again = load_schedule(copy.deepcopy(before), tmp_path / "schedule.py")

@@ -62,7 +62,7 @@ class Model(nn.Module):
         return x
 
 
-def parallelized(rank: int) -> str:
+def budget_error(rank: int) -> str:
     """Return the error of a budget for layers of DTensors; one that was given before works."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     reference, model, late = Model(), Model(), Model()
@@ -81,7 +81,7 @@ def parallelized(rank: int) -> str:
 
 
 def test_a_budget_is_given_before_weights_are_dtensors() -> None:
-    for told in run_distributed(parallelized, 2, timeout=100):
+    for told in run_distributed(budget_error, 2, timeout=100):
         assert "'layers.0.up.weight' is a DTensor" in told
         assert "call checkpoint(budget=...) before the model is parallelized" in told
 

@@ -62,7 +62,7 @@ def ran_in(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
     return ran.counts
 
 
-def scheduled(layers: int = 4) -> tuple[Model, Schedule]:
+def make_schedule(layers: int = 4) -> tuple[Model, Schedule]:
     before = Model(layers)
     return before, create_schedule(copy.deepcopy(before))
 
@@ -91,7 +91,7 @@ def only_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     ids=["all again", "matmuls", "operators", "one", "all overloads", "name", "names", "function"],
 )
 def test_what_is_kept_runs_once_and_the_rest_again(policy: Any, again: dict[str, int]) -> None:
-    before, sch = scheduled()
+    before, sch = make_schedule()
     plain = ran_in(copy.deepcopy(before), X)
     sch["layers"].checkpoint(policy=policy)
     found = ran_in(sch.mod, X)
@@ -105,7 +105,7 @@ def test_what_is_kept_runs_once_and_the_rest_again(policy: Any, again: dict[str,
     [(0.5, 4, [1, 3]), (0.5, 5, [2, 4]), (0.25, 8, [3, 7]), (1, 3, [0, 1, 2]), (None, 3, [0, 1, 2]), (0.4, 5, [2, 4])],
 )
 def test_a_ratio_of_a_list_is_spread_evenly(ratio: float | None, layers: int, chosen: list[int]) -> None:
-    before, sch = scheduled(layers)
+    before, sch = make_schedule(layers)
     sch["layers"].checkpoint(ratio=ratio)
     if ratio is not None:
         sequential = create_schedule(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
@@ -130,7 +130,7 @@ def test_a_module_that_a_list_has_twice_is_checkpointed_once() -> None:
     "policy", ["matmuls", [torch.ops.aten.addmm.default], only_attention], ids=["name", "list", "function"]
 )
 def test_a_model_with_a_policy_can_be_copied_and_pickled(policy: Any) -> None:
-    before, sch = scheduled(2)
+    before, sch = make_schedule(2)
     sch["layers"].checkpoint(policy=policy)
     kept = ran_in(sch.mod, X)
     sch.mod.zero_grad()
@@ -142,7 +142,7 @@ def test_a_model_with_a_policy_can_be_copied_and_pickled(policy: Any) -> None:
 
 @pytest.mark.parametrize("ending", ["json", "py"])
 def test_a_schedule_with_operators_by_name_can_be_saved(ending: str, tmp_path: Path) -> None:
-    before, sch = scheduled(2)
+    before, sch = make_schedule(2)
     sch["layers"].checkpoint(policy=["aten.addmm", "aten.gelu.default"])
     sch.save(tmp_path / f"kept.{ending}")
     again = load_schedule(copy.deepcopy(before), tmp_path / f"kept.{ending}")
@@ -150,7 +150,7 @@ def test_a_schedule_with_operators_by_name_can_be_saved(ending: str, tmp_path: P
 
 
 def test_a_policy_for_a_subgraph() -> None:
-    before, sch = scheduled(2)
+    before, sch = make_schedule(2)
     sch = create_schedule(sch.mod, example_inputs=(X,)).trace(flatten=True, leaf_modules=["Linear", "LayerNorm", "Dropout"])
     found = sch.find(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert len(found) == 2

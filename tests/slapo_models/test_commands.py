@@ -54,10 +54,10 @@ def test_listing_and_applying_import_no_model_library() -> None:
 
 
 def test_the_examples_on_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (TOP / "plugins/slapo_models/README.md").read_text()
+    page = (TOP / "docs/guides/models.md").read_text()
     space: dict[str, Any] = {"__name__": "page"}
     try:
-        for source in re.findall(r"```py(?:thon)?\n(.*?)```", page, re.DOTALL):
+        for source in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
             exec(source, space)  # noqa: S102  the page is ours
     finally:
         REGISTERED_SCHEDULES.clear()

@@ -25,7 +25,7 @@ from tests.slapo_models.cases import CASES
 from tests.slapo_models.residual import BasicBlock, WideResNet
 from tests.zoo.families import FAMILIES
 
-PAGE = (TOP / "plugins/slapo_models/README.md").read_text()
+PAGE = (TOP / "docs/guides/models.md").read_text()
 
 
 def steps(sch: Schedule) -> list[str]:

@@ -28,7 +28,7 @@ UNEVEN = {("t5", "together")}
 """Compiled by torch in other ways in a backward than in the forward before, where ranks are threads; torch says so."""
 
 
-def verified(name: str, way: str | None, tp: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Report:
+def verify_in_mode(name: str, way: str | None, tp: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Report:
     """Report of ``verify`` for a step in evaluation mode; tensor-parallel ranks run as threads."""
 
     def work() -> Report:
@@ -54,7 +54,7 @@ def verified(name: str, way: str | None, tp: int = 1, dtype: torch.dtype = torch
 @pytest.mark.parametrize("name", NAMES)
 def test_alone(name: str, way: str) -> None:
     for dtype in DTYPES:
-        verified(name, way, dtype=dtype)
+        verify_in_mode(name, way, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_alone(name: str, way: str) -> None:
     ],
 )
 def test_on_two_ranks(name: str, way: str) -> None:
-    verified(name, way, tp=2)
+    verify_in_mode(name, way, tp=2)
 
 
 @pytest.mark.slow
@@ -75,11 +75,11 @@ def test_on_two_ranks(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in LENGTH_ODD])
 def test_along_the_sequence(name: str, way: str | None) -> None:
     for dtype in DTYPES:
-        verified(name, way, tp=2, dtype=dtype, sequence_parallel=True)
+        verify_in_mode(name, way, tp=2, dtype=dtype, sequence_parallel=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("along", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_on_four_ranks(name: str, along: bool) -> None:
-    verified(name, None, tp=4, sequence_parallel=along and name not in LENGTH_ODD)
+    verify_in_mode(name, None, tp=4, sequence_parallel=along and name not in LENGTH_ODD)

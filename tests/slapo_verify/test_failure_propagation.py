@@ -53,7 +53,7 @@ def sleeps(module: nn.Module, args: Any) -> None:
         time.sleep(1.0)
 
 
-def scheduled(change: Callable[[Any], Any] = lambda sch: None) -> tuple[nn.Module, Any]:
+def make_schedule(change: Callable[[Any], Any] = lambda sch: None) -> tuple[nn.Module, Any]:
     reference = Model()
     sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=X)
     sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
@@ -93,7 +93,7 @@ def in_the_backward(sch: Any) -> None:
 
 
 def stranded(rank: int, where: str) -> tuple[float, tuple[str, str], list[bool]]:
-    reference, sch = scheduled(globals()[where])
+    reference, sch = make_schedule(globals()[where])
     start = time.monotonic()
     with patience(0.3):
         error = told(lambda: verify(reference, sch))
@@ -113,13 +113,13 @@ def test_processes_that_wait_for_one_that_failed_are_let_go(where: str) -> None:
 def test_threads_tell_what_the_one_that_failed_said(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slapo_verify.ranks.thread_ranks._DEADLOCK_SECONDS", 0.2)
     with pytest.raises(ZeroDivisionError, match="of rank 1"):
-        run_as_threads(lambda: verify(*scheduled(where)), 2)
-    run_as_threads(lambda: verify(*scheduled()).check(), 2)
+        run_as_threads(lambda: verify(*make_schedule(where)), 2)
+    run_as_threads(lambda: verify(*make_schedule()).check(), 2)
 
 
 def not_stranded(rank: int) -> tuple[bool, tuple[str, str], float]:
     with patience(0.3):
-        reference, sch = scheduled(lambda sch: sch.mod.down.register_forward_pre_hook(sleeps))
+        reference, sch = make_schedule(lambda sch: sch.mod.down.register_forward_pre_hook(sleeps))
         slow = verify(reference, sch).ok
         reference = Model()
         sch = create_schedule(copy.deepcopy(reference), example_inputs=X)
@@ -150,7 +150,7 @@ class FailsLater(nn.ReLU):
 
 
 def stranded_in_blame(rank: int) -> tuple[str, str]:
-    reference, sch = scheduled(lambda sch: sch["act"].replace(FailsLater()))
+    reference, sch = make_schedule(lambda sch: sch["act"].replace(FailsLater()))
     FailsLater.calls = 0
     with patience(0.3):
         return told(lambda: verify(reference, sch))

@@ -16,7 +16,7 @@ from tests.zoo.families import FAMILIES, layers
 NAMES = ("gpt2", "bert", "opt", "t5", "llama", "qwen3", "gemma3_text", "mixtral", "vit")
 
 
-def verified(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
+def verify_family(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
     set_random_seed(0, tp_rank=rank)
     family = FAMILIES[name]
     reference, batch = family.model().to(dtype), family.batch()
@@ -34,7 +34,7 @@ def verified(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_alone(name: str, dtype: torch.dtype) -> None:
-    report = verified(0, name, dtype, "step").check()
+    report = verify_family(0, name, dtype, "step").check()
     assert report.compared["updates"] == report.compared["weights"] > 10
 
 
@@ -44,7 +44,7 @@ def test_alone(name: str, dtype: torch.dtype) -> None:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "llama"))) for name in NAMES]
 )
 def test_on_two_ranks(name: str, dtype: torch.dtype) -> None:
-    one, other = run_distributed(verified, 2, name, dtype, "step", timeout=100)
+    one, other = run_distributed(verify_family, 2, name, dtype, "step", timeout=100)
     assert one.check() == other
     assert one.largest is not None
 

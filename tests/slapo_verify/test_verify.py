@@ -31,19 +31,19 @@ class Model(nn.Module):
         return {"out": out, "loss": out.square().mean()}
 
 
-def scheduled(reference: nn.Module) -> slapo.Schedule:
+def make_schedule(reference: nn.Module) -> slapo.Schedule:
     return create_schedule(copy.deepcopy(reference), example_inputs=X)
 
 
 def wrong(reference: nn.Module) -> slapo.Schedule:
-    return scheduled(reference)["act"].replace(nn.ReLU()).get_top_schedule()
+    return make_schedule(reference)["act"].replace(nn.ReLU()).get_top_schedule()
 
 
 @pytest.mark.parametrize("eval_mode", [True, False])
 @pytest.mark.parametrize("level", ["outputs", "grads", "step"])
 def test_what_is_compared_and_that_all_is_left_as_it_was(level: str, eval_mode: bool) -> None:
     reference = Model()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     sch["up"].mod.eval()
     models = (reference, sch.mod)
     for model in models:
@@ -85,7 +85,7 @@ def test_a_report_as_text_and_as_data() -> None:
 
 def test_the_step_of_an_optimizer_is_compared_where_gradients_are_alike() -> None:
     reference = Model()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     frozen = [parameter.requires_grad_(False) for name, parameter in sch.mod.named_parameters() if name == "up.bias"]
     assert len(frozen) == 1
     report = verify(reference, sch, level="step", optimizer=torch.optim.AdamW)
@@ -96,7 +96,7 @@ def test_the_step_of_an_optimizer_is_compared_where_gradients_are_alike() -> Non
 
 def test_a_model_changed_outside_of_the_schedule_is_told_apart() -> None:
     reference = Model()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     sch["act"].replace(nn.GELU())
     sch.mod.act = nn.ReLU()
     report = verify(reference, sch)
@@ -112,7 +112,7 @@ def test_a_model_that_differs_from_itself_is_told() -> None:
             return super().forward(x * self.calls)
 
     reference = Noisy()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     reference(X)
     report = verify(reference, sch)
     assert report.blame is not None
@@ -123,7 +123,7 @@ def test_nan_is_never_the_same() -> None:
     reference = Model()
     with torch.no_grad():
         reference.down.bias[0] = float("nan")
-    report = verify(reference, scheduled(reference))
+    report = verify(reference, make_schedule(reference))
     assert [each.what for each in report.differences][:2] == ["weight of 'down.bias'", "output['out']"]
 
 
@@ -169,7 +169,7 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], message: str) -> Non
     given = dict(options)
     sch: Any = {
         "no inputs": lambda: create_schedule(copy.deepcopy(reference)),
-    }.get(given.get("sch"), lambda: scheduled(reference))()
+    }.get(given.get("sch"), lambda: make_schedule(reference))()
     if given.pop("sch", None) == 3:
         sch = 3
     chosen = given.pop("reference", reference)
@@ -253,7 +253,7 @@ def fuse(sch: slapo.Schedule, **options: Any) -> None:
 def test_a_fused_parameter_is_compared_by_what_it_is_made_of() -> None:
     reference = Attention()
     for options, compared in (({}, 2), ({"says": True}, 8)):
-        sch = scheduled(reference)
+        sch = make_schedule(reference)
         fuse(sch, **options)
         report = verify(reference, sch, level="step").check()
         assert report.compared == {"weights": compared, "outputs": 1, "gradients": compared, "updates": compared}
@@ -263,7 +263,7 @@ def test_a_fused_parameter_is_compared_by_what_it_is_made_of() -> None:
 @pytest.mark.parametrize("options", [{}, {"says": True}], ids=str)
 def test_a_fault_in_a_fused_parameter_is_found(options: dict[str, bool]) -> None:
     reference = Attention()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     fuse(sch, scale=1.01, **options)
     report = verify(reference, sch)
     assert report.blame is not None
@@ -274,7 +274,7 @@ def test_a_fault_in_a_fused_parameter_is_found(options: dict[str, bool]) -> None
 
 def test_what_is_gone_without_anything_new_in_its_place_is_a_difference() -> None:
     reference = Attention()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     with torch.no_grad():
         for each in (reference, sch.mod):
             each.first.bias.zero_()
@@ -289,7 +289,7 @@ def test_what_is_gone_without_anything_new_in_its_place_is_a_difference() -> Non
 
 def test_what_a_trace_for_another_mode_runs_is_not_looked_at() -> None:
     reference = Attention()
-    sch = scheduled(reference)
+    sch = make_schedule(reference)
     sch.trace()  # in training; evaluation traces again
     (found,) = sch.find(lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v))
     sch.replace(lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v) * 1.5, [found])

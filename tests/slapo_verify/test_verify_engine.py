@@ -35,7 +35,7 @@ pytestmark = pytest.mark.multiproc
 TP, PP, DP = {"tp": 2}, {"pp": 2}, {"dp": 2}
 
 
-def scheduled(
+def make_schedule(
     model: nn.Module, layout: dict[str, int], plugins: Registry | None = None, change: Callable[[Any], None] | None = None
 ) -> Schedule:
     """Sharded and cut as the layout wants."""
@@ -52,7 +52,7 @@ def scheduled(
 
 def of_engine(rank: int, name: str, layout: dict[str, int], target: str, options: dict[str, Any]) -> Report:
     batch = batches(layout.get("dp", 1))[0]
-    report = verify_engine(small(name), lambda model: scheduled(model, layout), batch, target, **options)
+    report = verify_engine(small(name), lambda model: make_schedule(model, layout), batch, target, **options)
     object.__setattr__(report, "trained", None)
     return report
 
@@ -101,7 +101,7 @@ def with_adam(rank: int, name: str, layout: dict[str, int], target: str, fault: 
             for parameter in reference.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
         for change in (None, globals()[fault])[: 2 if seed == 2 else 1]:
-            schedule = partial(scheduled, layout=layout, change=change)
+            schedule = partial(make_schedule, layout=layout, change=change)
             given = {"microbatches": 2, "optimizer": adam, "steps": 2}
             found.append(verify_engine(reference, schedule, batches(1)[0], target, **given, blame=False))
             object.__setattr__(found[-1], "trained", None)
@@ -243,7 +243,7 @@ def planted(rank: int, layout: dict[str, int], fault: str, options: dict[str, An
     plugins = [slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin, AfterBuild(nothing if in_schedule else broken)]
 
     def schedule(model: nn.Module) -> Schedule:
-        return scheduled(model, layout, plugins=Registry(plugins), change=broken if in_schedule else None)
+        return make_schedule(model, layout, plugins=Registry(plugins), change=broken if in_schedule else None)
 
     report = verify_engine(small("gpt2"), schedule, batches(layout.get("dp", 1))[0], "torch", **options)
     object.__setattr__(report, "trained", None)

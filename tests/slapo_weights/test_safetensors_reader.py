@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from slapo_core import BuildError
 from slapo_weights.safetensors_files.reader import WeightFiles
 from slapo_weights.tensor_views import box_view
-from slapo_weights.tensor_views.box_view import TensorView, concatenated, stacked
+from slapo_weights.tensor_views.box_view import TensorView, concatenate, stack
 from slapo_weights.tensor_views.unread_tensor import UnreadTensor
 
 
@@ -79,16 +79,16 @@ def test_the_kernel_counts_the_same_bytes(file: Path, starts: tuple[int, int], s
 def test_put_together_turned_and_cut_it_is_what_torch_makes(file: Path) -> None:
     files, tensors = WeightFiles(file), whole(file)
     cube, view = tensors["cube"], TensorView.of(files, "cube")
-    made = stacked([view.narrow(0, 1, 3), view.narrow(0, 2, 4)], 1).transposed(0, 3)
+    made = stack([view.narrow(0, 1, 3), view.narrow(0, 2, 4)], 1).transpose(0, 3)
     same = torch.stack([cube[1:3], cube[2:4]], 1).transpose(0, 3)
     assert torch.equal(made.read(files, torch.float32), same)
-    cut = concatenated([made.narrow(2, 0, 2), made.narrow(2, 4, 6)], 2).local(0, [(7, 9), (0, 3)])
+    cut = concatenate([made.narrow(2, 0, 2), made.narrow(2, 4, 6)], 2).local(0, [(7, 9), (0, 3)])
     expected = torch.cat([same[:, :, :2], same[:, :, 4:]], 2)
     expected = torch.cat([expected[7:9], expected[:3]])
     before = files.bytes_read
     assert torch.equal(cut.read(files, torch.float64), expected.double())
     assert files.bytes_read - before == expected.numel() * 4
-    assert torch.equal(made.narrow(1, 1, 2).squeezed(1).read(files, torch.float32), same[:, 1])
+    assert torch.equal(made.narrow(1, 1, 2).squeeze(1).read(files, torch.float32), same[:, 1])
 
 
 Change = Callable[[Any], Any]
@@ -119,12 +119,12 @@ def test_in_another_shape_it_is_what_torch_makes(change: str, file: Path) -> Non
 @pytest.mark.parametrize(("shape", "told"), [((5, 48), "4 cannot be parts of 5"), ((4, 7), r"\[4, 6, 10\] cannot be \[4, 7\]")])
 def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, int], told: str, file: Path) -> None:
     with pytest.raises(ValueError, match=told):
-        TensorView.of(WeightFiles(file), "cube").reshaped(shape)
+        TensorView.of(WeightFiles(file), "cube").reshape(shape)
 
 
 def test_what_is_empty_has_no_boxes_in_any_shape(file: Path) -> None:
     files = WeightFiles(file)
-    assert TensorView.of(files, "none").reshaped((3, 0)).read(files, torch.float32).shape == (3, 0)
+    assert TensorView.of(files, "none").reshape((3, 0)).read(files, torch.float32).shape == (3, 0)
 
 
 @pytest.mark.parametrize("limit", [1, 40, 100])
@@ -134,13 +134,13 @@ def test_what_is_cast_or_turned_is_read_in_parts(limit: int, file: Path, monkeyp
     view = TensorView.of(files, "cube").narrow(1, 2, 6)
     assert torch.equal(view.read(files, torch.float64), cube[:, 2:6].double())
     assert files.bytes_read == 4 * 4 * 10 * 4
-    both = stacked([view.transposed(0, 2), view.transposed(0, 2)], 1)
+    both = stack([view.transpose(0, 2), view.transpose(0, 2)], 1)
     assert torch.equal(both.read(files, torch.float32), torch.stack([cube[:, 2:6].transpose(0, 2)] * 2, 1))
 
 
 def test_rows_behind_the_last_are_zeros(file: Path) -> None:
     files = WeightFiles(file)
-    found = TensorView.of(files, "half").padded(304).local(0, [(152, 304)]).read(files, torch.bfloat16)
+    found = TensorView.of(files, "half").pad(304).local(0, [(152, 304)]).read(files, torch.bfloat16)
     assert torch.equal(found[:148], whole(file)["half"][152:])
     assert not found[148:].any()
 
@@ -148,7 +148,7 @@ def test_rows_behind_the_last_are_zeros(file: Path) -> None:
 def test_tensors_that_do_not_go_together_are_refused(file: Path) -> None:
     files = WeightFiles(file)
     with pytest.raises(ValueError, match=r"tensors of torch.bfloat16 \[300, 500\], torch.float32 \[4, 6, 10\] do not go"):
-        concatenated([TensorView.of(files, "cube"), TensorView.of(files, "half")], 0)
+        concatenate([TensorView.of(files, "cube"), TensorView.of(files, "half")], 0)
 
 
 Damage = Callable[[Path], None]

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
-    from slapo_verify import Report, Verify, verify, verify_engine
+    from slapo_verify import Report, Tolerance, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "Stage",
     "Step",
     "Symbol",
+    "Tolerance",
     "TraceError",
     "UnknownNameError",
     "Verify",

@@ -29,6 +29,7 @@ NAME_ORIGINS = {
     "Report": "slapo_verify",
     "Space": "slapo_tune",
     "Symbol": "slapo_tune",
+    "Tolerance": "slapo_verify",
     "Verify": "slapo_verify",
     "Weights": "slapo_weights",
     "analyze_tie_weights": "slapo_pipeline.partition",

@@ -1,8 +1,9 @@
 """Schedule language for training large PyTorch models. Plugins import the names in ``__all__``."""
 
+from . import hookspecs
 from .building.build import BuildPlan, build, build_program
 from .building.weights import init_empty_weights, materialize
-from .distributed.agreement import all_reduce, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
+from .distributed.agreement import agree_on_error, compare_across_ranks, gather_objects, mesh_groups, raise_on_all_ranks
 from .distributed.random import (
     MODEL_PARALLEL_RNG,
     RNGState,
@@ -13,10 +14,10 @@ from .distributed.random import (
     set_random_seed,
     set_rng_state,
 )
+from .hookspecs import hookimpl, hookspec
 from .interfaces.codec import Codec
 from .interfaces.dialect import Dialect
 from .interfaces.engine import Engine, PlainEngine
-from .interfaces.hookspecs import hookimpl, hookspec
 from .interfaces.primitive import Primitive, call_signature
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules import paths
@@ -31,8 +32,8 @@ from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError
 from .reporting.failure_reason import failure_reason
 from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
+from .schedules.load_schedule import load_schedule
 from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
-from .schedules.schedule_files import load_schedule
 from .schedules.serialization import make, round_trip
 from .schedules.steps import savepoint
 from .schedules.transaction import Transaction
@@ -69,7 +70,6 @@ __all__ = [
     "Transaction",
     "UnknownNameError",
     "VerifyError",
-    "all_reduce",
     "build",
     "build_program",
     "call_arguments",
@@ -77,6 +77,7 @@ __all__ = [
     "compare_across_ranks",
     "create_schedule",
     "default_registry",
+    "agree_on_error",
     "failure_reason",
     "forward_signature",
     "gather_objects",
@@ -84,6 +85,7 @@ __all__ = [
     "get_logger",
     "hookimpl",
     "hookspec",
+    "hookspecs",
     "init_empty_weights",
     "is_module_list",
     "is_random_seed_set",

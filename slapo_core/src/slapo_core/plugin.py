@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .interfaces.hookspecs import hookimpl
+from .hookspecs import hookimpl
 
 
 @hookimpl

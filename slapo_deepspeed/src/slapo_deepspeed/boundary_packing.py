@@ -17,7 +17,7 @@ from slapo_core import Boundary, BuildError
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class _Received(torch.autograd.Function):
+class _FillGradients(torch.autograd.Function):
     """Autograd node that gives every received tensor a gradient if one of them gets one: DeepSpeed sends all of them back."""
 
     @staticmethod
@@ -30,12 +30,7 @@ class _Received(torch.autograd.Function):
 
 
 def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that DeepSpeed sends for the outputs of a stage.
-
-    Args:
-        values: Outputs of the stage, of any shapes and types.
-        planned: The plan of each value.
-        stage: Index of the stage that returns them, for errors.
+    """Return the tensors that DeepSpeed sends for the outputs of a stage, whose index is for errors.
 
     Raises:
         BuildError: a value has another shape than planned, or its need for a gradient differs from the plan.
@@ -57,16 +52,13 @@ def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int
 
 
 def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the values that ``pack`` converted.
+    """Return the values that ``pack`` converted by the same plan.
 
-    Args:
-        received: Tensors returned by ``pack`` on the previous rank.
-        planned: The same plan as in ``pack``.
-        low: Type of two-byte floating-point values whose planned type has another size.
+    ``low`` is the type of two-byte floating-point values whose planned type has another size.
     """
     training = torch.is_grad_enabled()
     carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]
-    own = dict(zip(carriers, _Received.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
+    own = dict(zip(carriers, _FillGradients.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
     return tuple(
         _as_planned(own[index], boundary.dtype) if index in own else _from_bits(tensor, boundary.dtype, low)
         for index, (tensor, boundary) in enumerate(zip(received, planned, strict=True))

@@ -30,11 +30,11 @@ from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DeepSpeedOptions
 from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, why_not
+from .optimizer.local_tensors import Shares, unsupported_reason
 from .optimizer.reduced_gradients import ReducedGradients
-from .pipeline import RunningStage, in_pipeline, staying, steps
+from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import TorchLinear, imported, number_alike, start
+from .process_state.engine_import import TorchLinear, align_numbering, import_deepspeed, start
 from .process_state.process_groups import MeshGroups
 from .zero.external_parameters import ExternalReads
 from .zero.gradient_order import UsedParameters
@@ -50,17 +50,16 @@ class DeepSpeedEngine(ExternalEngine):
         module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
         optimizer: DeepSpeed's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
     """
 
     def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
         super().__init__(program, options)
         self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
-        self._deepspeed = imported(self._device_type)
+        self._deepspeed = import_deepspeed(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
-        with self._built():
-            self._config = options.settled(self._device_type)
+        with self._build_context():
+            self._config = options.full_config(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options)
 
@@ -72,7 +71,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._stage = RunningStage(program, self._loss, options.dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in named.values() if parameter.requires_grad]
-        optimizer, rate = self._made(program, options)
+        optimizer, rate = self._make_optimizer(program, options)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(options.dtype) if x.is_floating_point() else x)
@@ -80,16 +79,19 @@ class DeepSpeedEngine(ExternalEngine):
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
-            number_alike(program)
+            align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
         self._initialize(
             pipelined or self.module, optimizer, own, rate, mpu
         )  # other ranks may wait inside for a rank that fails
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
-        self._turns = whole_tensor_optimizer.Turns(self.model)
+        self._turns = whole_tensor_optimizer.MergedStep(self.model)
         if self._stage is not None:
-            private.replace_receive_buffers(self.model, self._buffer)
+            # DeepSpeed would reuse the memory of a received tensor for activations and gradients of other types
+            private.replace_receive_buffers(
+                self.model, lambda index, shape, dtype: torch.empty(shape, dtype=dtype, device=self.model.device)
+            )
         self._clipped_norm: float | None = None
         self._skipped = 0
         self._counted: list[LossReduction] = []
@@ -99,7 +101,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
         self._take_step = private.take_over(self.model, self._step, self._clip)
 
-    def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
+    def _make_optimizer(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
         layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
@@ -128,16 +130,11 @@ class DeepSpeedEngine(ExternalEngine):
                 "of its learning rate; use stage 0 of ZeRO, or another optimizer"
             )
 
-    def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate memory for one received tensor: DeepSpeed would reuse it for activations and gradients of other types."""
-        return torch.empty(shape, dtype=dtype, device=self.model.device)
-
     def _clip(self) -> None:
         """Clip gradients as DeepSpeed does without ZeRO, and keep the norm."""
         self._clipped_norm = private.clip_gradients(self.model, self.module.parameters())
 
     def _step(self, *given: Any) -> None:
-        """Run the user's gradient hooks, then DeepSpeed's step."""
         self._run_hooks()
         self._turns.begin()
         self._take_step(*given)
@@ -153,7 +150,9 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop groups without a parameter on this rank, as DeepSpeed does, but before a schedule counts the groups."""
-        if self._wants_its_own(optimizer):
+        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
+        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
+        if forced and is_offloaded(self._config) and not isinstance(optimizer, compiled):
             raise BuildError(
                 f"offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave {type(optimizer).__name__}; give the "
                 "optimizer in the config, or set zero_force_ds_cpu_optimizer to false there"
@@ -168,24 +167,18 @@ class DeepSpeedEngine(ExternalEngine):
             )
         optimizer.param_groups[:] = held
 
-    def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        compiled = tuple(private.optimizer_class(kind, is_offloaded=True) for kind in ("adam", "lion"))
-        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
-        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, compiled)
-
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device(self.model.device)
 
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return save_load.prepared(self, path, position, ranks, copies)
+        return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        found = save_load.checked(self, path)
-        with self._reading():
+        found = save_load.prepare_load(self, path)
+        with self._load_context():
             save_load.load(self, found)
         self.averages.put(found.averages)
         return found.beside.position
@@ -204,12 +197,11 @@ class DeepSpeedEngine(ExternalEngine):
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that DeepSpeed's optimizer steps to the model. Collective."""
-        with Shares(self.model, self.module, self.program).writing():
+        with Shares(self.model, self.module, self.program).write_context():
             pass
 
     def averaging_problem(self) -> str:
-        """Return the reason why this engine cannot average its weights, or ''."""
-        return why_not(self.model, self.module) or super().averaging_problem()
+        return unsupported_reason(self.model, self.module) or super().averaging_problem()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -228,7 +220,7 @@ class DeepSpeedEngine(ExternalEngine):
         world = SingleProcessGroup()  # DeepSpeed asks for its rank while it is destroyed
         try:
             self._detach()
-            self._linear.leave()
+            self._linear.release()
         finally:
             world.close()
 
@@ -240,7 +232,7 @@ class DeepSpeedEngine(ExternalEngine):
         self._used.close()
 
     def _release_process(self) -> None:
-        self._linear.leave()
+        self._linear.release()
         self._world.close(self._deepspeed.comm.destroy_process_group)  # DeepSpeed has to forget its groups too
 
     # ---- one step
@@ -249,12 +241,12 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training)
-            with staying(self.model.module, training):
+            with keep_mode(self.model.module, training):
                 loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.train(training)
         self._modes.restore_frozen()
-        with self._reads.watched(training) if self._reads is not None else nullcontext():
+        with self._reads.check_once(training) if self._reads is not None else nullcontext():
             return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
@@ -272,13 +264,13 @@ class DeepSpeedEngine(ExternalEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
-            with self._unused.watched(), self._gradients.compared():
+            with self._unused.watch_backwards(), self._gradients.compare_backwards():
                 loss = torch.as_tensor(self.model.train_batch(steps(len(batch.parts)))).detach().float()
             self._used.check()
         else:
             self.model.train()
             self._modes.restore_frozen()
-            with self._unused.watched(), self._reads.watched(True) if self._reads is not None else nullcontext():
+            with self._unused.watch_backwards(), self._reads.check_once(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
@@ -291,7 +283,7 @@ class DeepSpeedEngine(ExternalEngine):
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)
         check_has_gradient(loss)
-        with self._gradients.compared() if index == 0 else nullcontext():
+        with self._gradients.compare_backwards() if index == 0 else nullcontext():
             self.model.backward(loss)
         self._used.end_micro_batch()
         if index == len(batch.parts) - 1:
@@ -300,11 +292,10 @@ class DeepSpeedEngine(ExternalEngine):
         return loss.detach()
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch."""
         args, kwargs = call_arguments(self.program.module, batch.parts[index])
         loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
-        return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
+        return loss if batch.weights is None else batch.weights.weight_loss(index, loss, counted)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Return the mean over this rank's micro-batches and all replicas."""

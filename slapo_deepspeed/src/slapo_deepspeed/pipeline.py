@@ -16,7 +16,7 @@ from slapo_training.engines import tied_groups
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss
 from slapo_training.model import TrainingMode
-from slapo_training.stage_forward import StageForward, numbered
+from slapo_training.stage_forward import StageForward, enumerate_micro_batches
 
 from .boundary_packing import pack, unpack
 from .process_state import _deepspeed_private as private
@@ -25,13 +25,8 @@ from .process_state import _deepspeed_private as private
 class RunningStage(StageForward):
     """Stage that DeepSpeed's pipeline calls once for each micro-batch, in order.
 
-    A stage keeps the micro-batches itself and reads them in order, because DeepSpeed passes batches only to the first and
-    the last stage.
-
-    Args:
-        program: The program, with as many stages as ranks along pp.
-        loss_of: Computes the loss in the last stage.
-        dtype: Type of the weights.
+    A stage keeps the micro-batches itself and reads them in order, because DeepSpeed passes batches only to the first and the
+    last stage. There are as many stages as ranks along pp. ``dtype`` is that of the weights.
     """
 
     def __init__(self, program: Program, loss_of: CountedLoss, dtype: torch.dtype) -> None:
@@ -42,17 +37,10 @@ class RunningStage(StageForward):
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
 
     def begin(self, programs: Sequence[Program], parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            programs: The program of each micro-batch.
-            parts: The micro-batches.
-            labels: Labels of each micro-batch, for the loss function.
-            weights: Weight of each micro-batch in the loss; None for equal weights.
-        """
+        """Begin a step; without ``weights`` all micro-batches weigh alike in the loss."""
         stages = programs[0].stages
         self._inputs, self._outputs = stages[self._index].inputs, () if self.is_last else stages[self._index + 1].inputs
-        self._parts = numbered(parts, labels)
+        self._parts = enumerate_micro_batches(parts, labels)
         self._begin(programs, weights)
 
     def forward(self, received: Any) -> Any:
@@ -84,7 +72,7 @@ def in_pipeline(program: Program, stage: RunningStage, modes: TrainingMode) -> A
 
 
 @contextmanager
-def staying(stages: Any, training: bool) -> Iterator[None]:
+def keep_mode(stages: Any, training: bool) -> Iterator[None]:
     """Keep the stages in the given mode inside: DeepSpeed switches to evaluation mode for every forward-only run."""
     stages.stays_in_training = training
     stages.train(training)

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .dispatch.dispatcher import choose, explain, kernel_names, reset, run
 from .dispatch.implementation import Implementation
+from .implementations import eager
 
-__all__ = ["Implementation", "choose", "explain", "kernel_names", "reset", "run"]
+__all__ = ["Implementation", "choose", "eager", "explain", "kernel_names", "reset", "run"]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def slapo_kernels() -> Mapping[str, Mapping[str, Implementation | str]]:  # type: ignore[empty-body]
     """Return implementations of kernels: name of the kernel to name of the implementation to the implementation.
 
-    An implementation is a function with the arguments and gradients of the kernel's eager implementation
-    (``slapo_kernels.implementations.eager``), given as ``"module:NAME"`` and imported on its first call.
+    An implementation is a function with the arguments and gradients of the kernel's eager implementation in
+    ``slapo_kernels.eager``, given as ``"module:NAME"`` and imported on its first call.
     ``slapo_kernels.Implementation`` states its requirements. It comes after those of ``slapo-kernels``, so it has to be forced,
     unless it is ``preferred``. If your plugin also works without ``slapo-kernels``, mark the hook
     ``@hookimpl(optionalhook=True)``.

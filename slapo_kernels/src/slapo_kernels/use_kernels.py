@@ -60,30 +60,31 @@ class UseKernelsPrimitive(Primitive):
         """Find the modules, graph patterns and Transformers' models that kernels can serve."""
         wanted = _wanted_kernels(schedule, names)
         force = _checked_force(schedule, wanted, force, named=names is not None)
-        forced = _forced(schedule, wanted, force)
+        forced = _forced_implementations(schedule, wanted, force)
         served = find_modules(schedule.mod, wanted)
         calls = find_calls(schedule, wanted, forced)
         plan = _Plan([each for each in served if each.opaque_path is None], calls, {}, forced, wanted)
         if "attention" in wanted:
-            plan.attention.update(_attention(schedule, _forced_attention(forced, force), named=names is not None))
+            choice = forced.get("attention")
+            if "attention" not in force and choice not in attention.NAMES:
+                choice = None  # "*" forces one that Transformers does not have
+            plan.attention.update(_attention(schedule, choice, named=names is not None))
         found = {kernel for each in served for kernel in each.kernel_forward.kernels} | {each.call.kernel for each in calls}
         found |= {"attention"} if plan.attention else set()
         for each in served:
-            if each.opaque_path is not None and names is not None:
-                if isinstance(each.kernel_forward, LazyHead) and any(map(is_sharded, each.module.parameters())):
-                    path = _below(schedule, each.path)
-                    raise _error(
-                        schedule, f"{path!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"
-                    )
-                message = f"{_below(schedule, each.opaque_path)!r} has a hook or wrapper that a kernel would bypass"
-                raise _error(schedule, f"{message}; call use_kernels first")
-            if each.opaque_path is not None:
-                get_logger().info(
-                    "use_kernels: %r keeps its forward, as it has a hook or wrapper", _below(schedule, each.opaque_path)
-                )
+            if each.opaque_path is None:
+                continue
+            opaque = paths.join(schedule.path, each.opaque_path)
+            if names is None:
+                get_logger().info("use_kernels: %r keeps its forward, as it has a hook or wrapper", opaque)
+            elif isinstance(each.kernel_forward, LazyHead) and any(map(is_sharded, each.module.parameters())):
+                raise _error(schedule, f"{opaque!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts")
+            else:
+                message = f"{opaque!r} has a hook or wrapper that a kernel would bypass; call use_kernels first"
+                raise _error(schedule, message)
         if names is not None and (missing := [kernel for kernel in wanted if kernel not in found]):
             raise _error(schedule, f"nothing from here down computes {missing[0]!r}, or all that does is served already")
-        if late := _forced_too_late(schedule, force, found):
+        if late := _late_force_problem(schedule, force, found):
             raise _error(schedule, f"{late}; undo() the step that serves it, and force it there")
         return plan
 
@@ -101,9 +102,8 @@ class UseKernelsPrimitive(Primitive):
         for each in checked.served:
             kernels = [kernel for kernel in each.kernel_forward.kernels if kernel in checked.wanted]
             handle = schedule[each.path] if each.path else schedule
-            handle.apply(
-                "replace", with_kernels(each.module, checked.with_forced_implementations(each)), name="+".join(kernels)
-            )
+            new = with_kernels(each.module, checked.with_forced_implementations(each))
+            handle.apply("replace", new, name="+".join(kernels))
             for kernel in kernels:
                 used.setdefault(kernel, []).append(handle.path)
         for match, call in checked.calls:
@@ -157,13 +157,13 @@ def _wanted_kernels(schedule: Schedule, names: str | Iterable[str] | None) -> tu
         raise _error(schedule, f"names is {names!r}, not a kernel or a list of them; available: {', '.join(sorted(known))}")
     given = [names] if isinstance(names, str) else list(names)
     for kernel in given:
-        _known(schedule, kernel, known)
+        _check_name(schedule, kernel, known)
     if not given:
         raise _error(schedule, "the list of kernels is empty; leave it out for all of them")
     return tuple(dict.fromkeys(given))
 
 
-def _known(schedule: Schedule, kernel: object, known: Iterable[str]) -> None:
+def _check_name(schedule: Schedule, kernel: object, known: Iterable[str]) -> None:
     if not isinstance(kernel, str):
         raise _error(schedule, f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(known))}")
     if kernel not in known:
@@ -178,7 +178,7 @@ def _checked_force(schedule: Schedule, wanted: tuple[str, ...], force: Any, name
         example = f"{{'*': {force!r}}}" if isinstance(force, str) else "{'rms_norm': 'native'}"
         raise _error(schedule, f"force is {force!r}, not a mapping of kernels to implementations, such as {example}")
     for kernel, implementation in force.items():
-        _known(schedule, kernel, [*kernel_names(), "*"])
+        _check_name(schedule, kernel, [*kernel_names(), "*"])
         if not isinstance(implementation, str):
             raise _error(schedule, f"force has {implementation!r} for {kernel!r}, which is no name of an implementation")
         if kernel != "*" and kernel not in wanted:
@@ -187,7 +187,7 @@ def _checked_force(schedule: Schedule, wanted: tuple[str, ...], force: Any, name
     return force
 
 
-def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str]) -> dict[str, str]:
+def _forced_implementations(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str]) -> dict[str, str]:
     """Return kernel to the forced implementation; each can be used on the weights' device and dtype."""
     device, dtype = _device_and_dtype(schedule.mod)
     found: dict[str, str] = {}
@@ -212,29 +212,20 @@ def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str
     return found
 
 
-def _forced_too_late(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) -> str | None:
+def _late_force_problem(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) -> str | None:
     """Return the reason why ``force`` has no effect, as the modules were replaced earlier; else None."""
     served: set[str] = set()
     for module in schedule.mod.modules():
         kernel_forward = kernel_forward_of(module)
-        served |= (
-            {module.kernel}
-            if isinstance(module, KernelCall)
-            else set()
-            if kernel_forward is None
-            else set(kernel_forward.kernels)
-        )
+        if isinstance(module, KernelCall):
+            served.add(module.kernel)
+        elif kernel_forward is not None:
+            served.update(kernel_forward.kernels)
     late = [kernel for kernel in force if kernel in served and kernel not in found]
     if not late and not ("*" in force and served and not found):
         return None
     what = f"computes {late[0]!r}" if late else "kernels serve"
     return f"all from here down that {what} is served already, and nothing is forced"
-
-
-def _forced_attention(forced: Mapping[str, str], force: Mapping[str, str]) -> str | None:
-    """Return the forced attention; None if ``"*"`` forces one that Transformers does not have."""
-    name = forced.get("attention")
-    return name if "attention" in force or name in attention.NAMES else None
 
 
 def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str, tuple[str, ...]]:
@@ -258,7 +249,7 @@ def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str,
                 continue
         if named or forced is not None:
             raise _error(schedule, f"{reason}; leave attention out, or force another implementation")
-        get_logger().info("use_kernels: attention of %r is left as it is: %s", _below(schedule, path), reason)
+        get_logger().info("use_kernels: attention of %r is left as it is: %s", paths.join(schedule.path, path), reason)
     return found
 
 
@@ -269,10 +260,6 @@ def _device_and_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     if weight.is_meta:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), weight.dtype
     return weight.device, weight.dtype
-
-
-def _below(schedule: Schedule, path: str) -> str:
-    return paths.join(schedule.path, path)
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

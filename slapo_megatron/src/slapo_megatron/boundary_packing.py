@@ -19,13 +19,8 @@ class Layout:
     """Layout of one boundary's values in the carrier, the tensor that is sent.
 
     Args:
-        planned: The plan of each value.
-        dtype: Type of the carrier, see ``carrier_dtype``.
         stage: Index of the stage that returns the values, for errors.
         device: Device that this rank sends from.
-
-    Attributes:
-        size: Number of elements of the carrier.
     """
 
     def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int, device: torch.device) -> None:
@@ -43,11 +38,7 @@ class Layout:
         return -(-number * boundary.dtype.itemsize // self._dtype.itemsize)
 
     def pack(self, values: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        """Pack the outputs of a stage into one tensor.
-
-        Args:
-            values: Outputs in the order of the plan.
-            size: Number of elements to send, at least the layout's.
+        """Pack the outputs of a stage, in the order of the plan, into a tensor of ``size`` elements, at least the layout's.
 
         Raises:
             BuildError: a value has another shape or type than planned, or its need for a gradient differs from the plan.
@@ -55,21 +46,21 @@ class Layout:
         training = torch.is_grad_enabled()
         for value, boundary in zip(values, self._planned, strict=True):
             _check(value, boundary, self._stage, training)
-        parts = [_real(values[index]).to(self._dtype).reshape(-1) for index in self._with_gradient]
+        wanted = [values[index] for index in self._with_gradient]
+        parts = [(torch.view_as_real(each) if each.is_complex() else each).to(self._dtype).reshape(-1) for each in wanted]
         parts += [_bits(values[index].detach().to(self._device), self._dtype) for index in self._without]
         if size > sum(self._sizes):
             parts.append(torch.zeros(size - sum(self._sizes), dtype=self._dtype, device=self._device))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, 1, -1)
 
     def unpack(self, carrier: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the values that ``pack`` packed."""
         flat = carrier.view(-1)
         rest = flat.numel() - sum(self._sizes)
         parts = torch.split(flat, [*self._sizes, rest] if rest else self._sizes) if self._sizes else ()
         values: dict[int, torch.Tensor] = {}
         for index, part in zip((*self._with_gradient, *self._without), parts, strict=False):
             boundary = self._planned[index]
-            values[index] = _valued(part, boundary) if boundary.requires_grad else _from_bits(part.detach(), boundary)
+            values[index] = _from_real(part, boundary) if boundary.requires_grad else _from_bits(part.detach(), boundary)
         return tuple(values[index] for index in range(len(self._planned)))
 
 
@@ -79,7 +70,7 @@ def carrier_dtype(boundaries: Sequence[Boundary], weights: torch.dtype) -> torch
     return reduce(torch.promote_types, found) if found else weights
 
 
-class _Reached(torch.autograd.Function):
+class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         ctx.shape, ctx.made = received.shape, received.new_zeros(())
@@ -90,12 +81,12 @@ class _Reached(torch.autograd.Function):
         return gradient, ctx.made.expand(ctx.shape)
 
 
-def reached(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def with_zero_gradient(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """Return a stage's output, with a backward that gives ``received`` a gradient of zeros even if nothing uses it.
 
     The previous stage waits for a gradient.
     """
-    return _Reached.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
+    return _ZeroGradient.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) -> None:
@@ -107,15 +98,11 @@ def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) 
         )
 
 
-def _real(value: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value
-
-
 def _real_type(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _valued(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+def _from_real(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
     if boundary.dtype.is_complex:
         return torch.view_as_complex(part.view(*boundary.shape, 2).to(_real_type(boundary.dtype)))
     return part.view(boundary.shape).to(boundary.dtype)

@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_core import BuildError, Program, shard_spec
 from slapo_training.batch_engine import MicroBatches
 from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import Ranks
+from slapo_training.distributed import Ranks, all_reduce
 from slapo_training.ema import MasterValue, master_values
 from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
 from slapo_training.external_engine import ExternalEngine
 from slapo_training.losses import LossReduction
 from slapo_training.model import Piece, piece_of
 from slapo_training.optimizers import make_on_all_ranks
-from slapo_training.stage_forward import numbered
+from slapo_training.stage_forward import enumerate_micro_batches
 
 from .checkpoint import save_load
 from .checkpoint.file_writer import MegatronFiles
 from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
-from .optimizer.local_tensors import Held
+from .optimizer.local_tensors import LocalTensors
 from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, megatrons, optimizer_config, prepared, whole_layout
+from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatron_optimizer, optimizer_config, whole_layout
 from .optimizer.reduced_gradients import ReducedGradients
 from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
@@ -47,11 +47,7 @@ class MegatronEngine(ExternalEngine):
         module: This rank's stage, or the model; with several stages a list of them.
         optimizer: Megatron's optimizer, around a given one; None without an optimizer.
         lr_scheduler: The schedule of the learning rate, or None.
-        options: The options of ``build``.
         has_stepped: True if the optimizer has stepped, here or before the loaded checkpoint.
-        config: Megatron's ``TransformerConfig``.
-        groups: Megatron's ``ProcessGroupCollection``.
-        files: Writer of the checkpoint files.
     """
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:
@@ -63,13 +59,13 @@ class MegatronEngine(ExternalEngine):
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
-        with self._built():
+        with self._build_context():
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             self.moves_parameters = options.trains
-            self._check_parameters(chunks, _named(chunks))
+            self._check_parameters(chunks, _parameters_by_name(chunks))
             optimizer, self.lr_scheduler = make_on_all_ranks(options, whole_layout(options, program, chunks), chunks, self._fit)
-            with self._calling():
+            with self._call_context():
                 self._make(program, own, chunks, optimizer)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +76,7 @@ class MegatronEngine(ExternalEngine):
         return mode_of(self._device_type)
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _call_context(self) -> Iterator[None]:
         with self._mode(), without_warnings():
             yield
 
@@ -99,25 +95,24 @@ class MegatronEngine(ExternalEngine):
         self._stages: list[RunningStage] = []
         for index in own:
             self._stages.append(RunningStage(program, index, self._loss, self.config, self._stages))
-        self.model = [self._replicated(stage, number) for number, stage in enumerate(self._stages)]
+        self.model = [self._wrap_ddp(stage, number) for number, stage in enumerate(self._stages)]
         self.config.finalize_model_grads_func = self._finalize
         if options.section("ddp").get("overlap_grad_reduce"):
             waits = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         if optimizer is not None:
-            self.optimizer = private.wrapped(optimizer, optimizer_settings, self.model, self.groups, prepared)
+            self.optimizer = private.wrap_optimizer(optimizer, optimizer_settings, self.model, self.groups, initialize_state)
             bind_masters(optimizer)
         else:
-            self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
+            self.optimizer = megatron_optimizer(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = private.communicator(self.groups.pp, self.config)
-        self._begin_checks(_named(chunks))
+        self._begin_checks(_parameters_by_name(chunks))
         self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank."""
         return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
 
     def _transformer_config(self, program: Program, chunks: int) -> Any:
@@ -160,7 +155,7 @@ class MegatronEngine(ExternalEngine):
                     "limits; freeze it, let the optimizer have it, or use target='torch'"
                 )
 
-    def _replicated(self, stage: RunningStage, number: int) -> Any:
+    def _wrap_ddp(self, stage: RunningStage, number: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         given = {"grad_reduce_in_fp32": True, **self.options.section("ddp")}
@@ -171,10 +166,10 @@ class MegatronEngine(ExternalEngine):
     def _prepare_save(
         self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
-        return save_load.prepared(self, path, position, ranks, copies)
+        return save_load.prepare_save(self, path, position, ranks, copies)
 
     def _load(self, path: str | PathLike[str]) -> Position:
-        return save_load.load(self, path, self._reading)
+        return save_load.load(self, path, self._load_context)
 
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of the parameters, in fp32 if they are trained, and of persistent buffers. Collective.
@@ -182,19 +177,19 @@ class MegatronEngine(ExternalEngine):
         Keys are the first original name of each tensor.
         """
         self._check_weights()
-        held = Held(self.program)
+        held = LocalTensors(self.program)
         masters = {} if self.optimizer is None else OptimizerState(self, held).masters()
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's parts of the tensors that Megatron's optimizer steps, and over the buffers."""
-        held = Held(self.program)
+        held = LocalTensors(self.program)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
-        return master_values(OptimizerState(self, held).mains(), held.buffers(), places)
+        return master_values(OptimizerState(self, held).main_params(), held.buffers(), places)
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that Megatron's optimizer steps to the model. Collective."""
-        with self._calling():
+        with self._call_context():
             if self.options.precision != "fp32":
                 private.copy_main_params(self.optimizer)
             if self.options.distributed_optimizer:
@@ -227,8 +222,8 @@ class MegatronEngine(ExternalEngine):
         with self._mode():
             with without_warnings():
                 self.optimizer.zero_grad()
-            with self._unused.watched(), self._gradients.compared():
-                loss = self._scheduled(batch, training=True)
+            with self._unused.watch_backwards(), self._gradients.compare_backwards():
+                loss = self._run_schedule(batch, training=True)
             with without_warnings():
                 _, norm, _ = self.optimizer.step()
         self.has_stepped = True
@@ -243,12 +238,12 @@ class MegatronEngine(ExternalEngine):
             chunk.train(training)
         self._modes.restore_frozen()
         with self._mode():
-            loss = self._scheduled(batch, training=False)
+            loss = self._run_schedule(batch, training=False)
         return loss, self._stages[-1].counted
 
-    def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
+    def _run_schedule(self, batch: MicroBatches, training: bool) -> torch.Tensor:
         """Run all micro-batches and return their mean loss over all replicas."""
-        iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
+        iterators = [enumerate_micro_batches(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1
         options: dict[str, Any] = {}
         if len(self.program.stages) > 1:
@@ -297,14 +292,13 @@ class MegatronEngine(ExternalEngine):
         self._run_hooks()
 
 
-def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
-    """Return the parameters of this rank's stages by name."""
+def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
     return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     # Packed outside of any module: sharded values cross as shards, which no module's forward may mix.
-    return model.module.sent(model(*next(iterator))), _loss
+    return model.module.output_tensor(model(*next(iterator))), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss
 from slapo_training.stage_forward import StageForward
 
-from .boundary_packing import Layout, carrier_dtype, reached
+from .boundary_packing import Layout, carrier_dtype, with_zero_gradient
 from .process_state import _megatron_private as private
 from .process_state.cpu_mode import without_mode
 from .process_state.process_groups import ParallelState
@@ -25,10 +25,7 @@ from .process_state.process_groups import ParallelState
 class Borders(NamedTuple):
     """Communication of the values between the stages of one plan.
 
-    Args:
-        dtype: Type of every carrier.
-        layouts: Layout of the carrier that each stage receives.
-        size: Number of elements of the largest carrier.
+    ``layouts`` are those of the carrier that each stage receives, ``size`` the largest one's number of elements.
     """
 
     dtype: torch.dtype
@@ -47,10 +44,7 @@ class RunningStage(StageForward):
     """Stage that Megatron calls once for each micro-batch, in order.
 
     Args:
-        program: The program, cut into stages.
-        index: Index of the stage.
         loss_of: Computes the loss in the last stage.
-        config: Megatron's ``TransformerConfig``.
         before: Earlier stages of this rank. A parameter that they share is reported by the first of them only, because Megatron
             keeps one gradient buffer for each parameter.
     """
@@ -68,13 +62,7 @@ class RunningStage(StageForward):
         self._received: torch.Tensor | None = None
 
     def begin(self, programs: Sequence[Program], borders: Borders, weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            programs: The program of each micro-batch.
-            borders: Borders that all these programs share.
-            weights: Weight of each micro-batch in the loss; None for equal weights.
-        """
+        """Begin a step; all programs share the borders, and without ``weights`` all micro-batches weigh alike in the loss."""
         self._borders = borders
         self._begin(programs, weights)
 
@@ -93,7 +81,7 @@ class RunningStage(StageForward):
         (self._received,) = tensors if isinstance(tensors, list) else (tensors,)
 
     def forward(self, index: int, part: Batch, labels: Any) -> Any:
-        """Run one micro-batch, see ``numbered``; the first stage receives nothing."""
+        """Run one micro-batch, see ``enumerate_micro_batches``; the first stage receives nothing."""
         values: tuple[torch.Tensor, ...] = ()
         if self._index:
             assert self._borders is not None
@@ -102,17 +90,17 @@ class RunningStage(StageForward):
         with without_mode():
             return self._run(index, part, labels, values)
 
-    def sent(self, output: Any) -> torch.Tensor:
+    def output_tensor(self, output: Any) -> torch.Tensor:
         """Return ``forward``'s result as the one tensor that Megatron sends; its backward reaches the received tensor."""
-        one: torch.Tensor = output if self.post_process else self._packed(output)
+        one: torch.Tensor = output if self.post_process else self._pack_output(output)
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
-            one = reached(one, self._received)
+            one = with_zero_gradient(one, self._received)
         # Megatron divides a loss in place, and may free a tensor after sending it
         is_changed = self.post_process or self.config.deallocate_pipeline_outputs
         return one.clone() if is_changed else one
 
-    def _packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _pack_output(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self._borders is not None
         layout = self._borders.layouts[self._index + 1]
         return layout.pack(values, layout.size if self._is_alone else self._borders.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo.run_data.settings import Settings, SettingsError, pluralized
+from slapo.run_data.settings import Settings, SettingsError, format_count
 from slapo.training.models import build_config, build_model
 from slapo_core import UnknownNameError, init_empty_weights
 
@@ -59,7 +59,7 @@ def test_flags_that_do_not_fit(flags: dict[str, int], message: str):
 
 @pytest.mark.parametrize(("number", "words"), [(1, "1 micro-batch"), (2, "2 micro-batches")])
 def test_a_number_and_its_noun_agree(number: int, words: str):
-    assert pluralized(number, "micro-batch", "micro-batches") == words
+    assert format_count(number, "micro-batch", "micro-batches") == words
 
 
 def test_defaults_fit():

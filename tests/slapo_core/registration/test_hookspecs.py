@@ -12,9 +12,8 @@ import pytest
 import typer
 from torch import nn
 
-from slapo_core import PlainEngine, Registry, ScheduleError, Step, create_schedule, hookimpl, hookspec
-from slapo_core.interfaces import hookspecs
-from slapo_core.interfaces.hookspecs import NAME
+from slapo_core import PlainEngine, Registry, ScheduleError, Step, create_schedule, hookimpl, hookspec, hookspecs
+from slapo_core.hookspecs import NAME
 from slapo_core.registration.entries import HOOKS
 
 SPECS = [value for name, value in vars(hookspecs).items() if hasattr(value, f"{NAME}_spec")]

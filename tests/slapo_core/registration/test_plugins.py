@@ -78,7 +78,7 @@ def test_plugins_are_sorted_by_name(site: Path) -> None:
         ),
         (MISSPELT.replace("slapo_primitive()", "slapo_add_hookspecs()"), "TypeError: slapo_add_hookspecs() takes 0 positional"),
         (PLUGIN.format(provided="1 / 0"), "ZeroDivisionError: division by zero"),
-        (PLUGIN.format(provided="None"), "slapo_primitives() returned None, not a mapping of names"),
+        (PLUGIN.format(provided="None"), "returned None; return {name: primitive}"),
         (PLUGIN.format(provided='{"quantize": "slapo_quant"}'), "'slapo_quant' is not of the form 'module:Class'"),
         (PLUGIN.format(provided='{"quantize": "slapo quant:Class"}'), "'slapo quant:Class' is not of the form 'module:Class'"),
         (PLUGIN.format(provided='{"quantize": dict}'), "<class 'dict'> is not a subclass of Primitive"),

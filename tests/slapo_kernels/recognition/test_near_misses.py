@@ -282,7 +282,7 @@ def assert_same(before: nn.Module, after: nn.Module, dtype: torch.dtype) -> None
                 torch.testing.assert_close(other, one, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * largest, equal_nan=True)
 
 
-def swapped(module: nn.Module, dtype: torch.dtype, counted: Counted) -> tuple[nn.Module, nn.Module, set[str]]:
+def use_counted_kernels(module: nn.Module, dtype: torch.dtype, counted: Counted) -> tuple[nn.Module, nn.Module, set[str]]:
     before = module.to(dtype)
     model = nn.Sequential(copy.deepcopy(before))
     schedule = create_schedule(model, plugins=counted.plugins)
@@ -295,7 +295,7 @@ def swapped(module: nn.Module, dtype: torch.dtype, counted: Counted) -> tuple[nn
 def test_what_is_left_as_it_is(name: str, counted: Counted) -> None:
     kind, _, case = name.partition(": ")
     for dtype in (torch.float32, torch.bfloat16):
-        before, after, found = swapped((NORMS if kind == "norm" else GATES)[case](), dtype, counted)
+        before, after, found = use_counted_kernels((NORMS if kind == "norm" else GATES)[case](), dtype, counted)
         assert not found
         assert type(after) is type(before)
         assert after.state() == before.state()  # type: ignore[operator]
@@ -306,6 +306,6 @@ def test_what_is_left_as_it_is(name: str, counted: Counted) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_served_for_some_inputs(name: str, dtype: torch.dtype, counted: Counted) -> None:
     make, kernel = SOME[name]
-    before, after, found = swapped(make(), dtype, counted)
+    before, after, found = use_counted_kernels(make(), dtype, counted)
     assert found == {kernel}
     assert_same(before, after, dtype)

@@ -77,7 +77,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], None]]] =
 X = torch.randn(2, 3, 8) * 2
 
 
-def swapped(module: nn.Module, counted: Counted, force: dict[str, str] | None) -> Any:
+def use_counted_kernels(module: nn.Module, counted: Counted, force: dict[str, str] | None) -> Any:
     model = nn.Sequential(module)
     create_schedule(model, plugins=counted.plugins).use_kernels(force=force)
     return model[0]
@@ -100,7 +100,7 @@ def compare(before: nn.Module, after: Any) -> None:
 def test_what_is_changed_counts(name: str, counted: Counted) -> None:
     make, kernel, change = CHANGES[name]
     module = make()
-    before, after = copy.deepcopy(module), swapped(module, counted, COUNTED)
+    before, after = copy.deepcopy(module), use_counted_kernels(module, counted, COUNTED)
     compare(before, after)
     assert counted.calls == {kernel: 1}
     plain = before(X)
@@ -112,14 +112,14 @@ def test_what_is_changed_counts(name: str, counted: Counted) -> None:
 
 
 def test_what_is_not_read_does_not_count(counted: Counted) -> None:
-    module = swapped(Rms(), counted, COUNTED)
+    module = use_counted_kernels(Rms(), counted, COUNTED)
     module.never_read, module.another = 2, object()
     module(X)
     assert counted.calls == {"rms_norm": 1}
 
 
 def test_what_is_changed_back(counted: Counted) -> None:
-    module = swapped(nn.LayerNorm(8), counted, COUNTED)
+    module = use_counted_kernels(nn.LayerNorm(8), counted, COUNTED)
     module.eps = 1.0
     module(X)
     assert not counted.calls
@@ -138,7 +138,7 @@ def test_embeddings_that_are_to_do_more(counted: Counted) -> None:
 
 
 def test_a_forward_that_is_patched_into_the_class(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = swapped(Rms(), counted, COUNTED)
+    module = use_counted_kernels(Rms(), counted, COUNTED)
     monkeypatch.setattr(Rms, "forward", lambda self, x: x + 1)
     assert torch.equal(module(X), X + 1)
     assert not counted.calls
@@ -149,7 +149,7 @@ def test_a_forward_that_is_patched_into_the_class(counted: Counted, monkeypatch:
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "method of a norm"])
 def test_copies_go_by_their_own(name: str, again: Callable[[Any], Any], counted: Counted) -> None:
     make, kernel, change = CHANGES[name]
-    module = swapped(make(), counted, COUNTED)
+    module = use_counted_kernels(make(), counted, COUNTED)
     other = again(module)
     other(X)
     assert counted.calls == {kernel: 1}
@@ -167,7 +167,7 @@ def test_copies_go_by_their_own(name: str, again: Callable[[Any], Any], counted:
 def test_a_compiler_sees_kernels_that_are_forced_and_changes(name: str, counted: Counted) -> None:
     make, kernel, change = CHANGES[name]
     module = make()
-    before, after = copy.deepcopy(module), swapped(module, counted, {kernel: "eager"})
+    before, after = copy.deepcopy(module), use_counted_kernels(module, counted, {kernel: "eager"})
     compiled = torch.compile(after, backend="eager", fullgraph=True)
     compare(before, compiled)
     change(before)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from slapo_core import build_program
-from slapo_pipeline.assignment.min_cut import minimum_crossing
+from slapo_pipeline.assignment.min_cut import MinimumCrossing
 from slapo_pipeline.partition import Traffic, boundary_bytes
 from slapo_tracing.nodes import wrap_forward
 
@@ -255,11 +255,11 @@ def cost(received: Iterable[Iterable[fx.Node]]) -> int:
 @settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_no_other_choice_takes_fewer_bytes(graph: Graph) -> None:
-    crossing = minimum_crossing(graph.order, graph.home, set(), graph.again, 3)
-    assert runs(graph, crossing.received)
+    received, _ = MinimumCrossing(graph.order, graph.home, set(), graph.again, 3).run()
+    assert runs(graph, received)
     early = [[node for node in graph.order if graph.home[node] < stage] for stage in range(3)]
     choices = [[set(some) for count in range(len(nodes) + 1) for some in combinations(nodes, count)] for nodes in early]
-    assert cost(crossing.received) == min(cost(choice) for choice in product(*choices) if runs(graph, choice))
+    assert cost(received) == min(cost(choice) for choice in product(*choices) if runs(graph, choice))
 
 
 class Positions(nn.Module):

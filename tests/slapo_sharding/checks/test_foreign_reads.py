@@ -206,7 +206,7 @@ def test_a_model_that_is_freed_before_it_trains_is_not_awaited():
     run_distributed(_freed, 2)
 
 
-def _compiled(rank: int) -> None:
+def _check_compiled(rank: int) -> None:
     """Compiled code runs eagerly in the first run."""
     x = torch.ones(2, 4)
     compiled = torch.compile(_built(Mlp()), backend="eager", fullgraph=True)
@@ -215,7 +215,7 @@ def _compiled(rank: int) -> None:
 
 
 def test_a_compiled_model_is_checked():
-    run_distributed(_compiled, 2)
+    run_distributed(_check_compiled, 2)
 
 
 class Twice(nn.Module):
@@ -241,7 +241,7 @@ def _engine(model: nn.Module, pp: int, **config: Any) -> Any:
     return build(sch, "torch", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), microbatches=2, **config)
 
 
-def _trained(rank: int, pp: int) -> list[str]:
+def _engine_messages(rank: int, pp: int) -> list[str]:
     x = torch.ones(4, 4)
     models = (Twice(Penalty), Twice(Mlp, outside=True))
     engines = [_engine(model, pp) for model in models]
@@ -257,7 +257,7 @@ def _trained(rank: int, pp: int) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_an_engine_fails_on_all_ranks(pp):
-    for block, model, *loss in run_distributed(_trained, 2 * pp, pp):
+    for block, model, *loss in run_distributed(_engine_messages, 2 * pp, pp):
         assert "Penalty 'second' uses 'second.up.weight' in pow at" in block
         assert "uses 'second.up.weight' in linear at" in model
         assert all("the model, StageCall, uses 'first.up.weight' in pow at" in message for message in loss)

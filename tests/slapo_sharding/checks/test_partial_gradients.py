@@ -93,7 +93,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _refused(rank: int, pp: int, dp: int) -> list[str]:
+def _engine_refusals(rank: int, pp: int, dp: int) -> list[str]:
     """The check of the first run is off; it would have found the fault."""
     messages = []
     for inner, config in ((Slope, {}), (HeadNorm, {"pipeline_schedule": "gpipe"}), (Slope, {"precision": "bf16"})):
@@ -114,7 +114,7 @@ def _refused(rank: int, pp: int, dp: int) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
 def test_an_engine_refuses_partial_gradients_before_the_step(pp: int, dp: int) -> None:
-    for rank in run_distributed(_refused, 2 * pp * dp, pp, dp):
+    for rank in run_distributed(_engine_refusals, 2 * pp * dp, pp, dp):
         for message in rank:
             assert "the gradient of 'first.inner.weight', which is whole, differs" in message.replace("second", "first")
             assert "sync('grad', 'all_reduce') of its module sums" in message

@@ -112,7 +112,7 @@ class Model(nn.Module):
         return self.block(self.first(x))
 
 
-def _scheduled(model: nn.Module) -> Schedule:
+def _make_schedule(model: nn.Module) -> Schedule:
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["block.up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     for name in ("down", "again"):
@@ -137,14 +137,14 @@ def _wrong(rank: int) -> dict[str, str]:
     for block in WRONG:
         before = Model(block)
         checked, unchecked = copy.deepcopy(before), copy.deepcopy(before)
-        sch = _scheduled(checked)
+        sch = _make_schedule(checked)
         if block is Norm:  # what an error about its gradient asks for
             sch["block.norm"].sync("grad", "all_reduce")
         build(sch)
         with pytest.raises(BuildError) as caught:
             checked(x)
         messages[block.__name__] = str(caught.value)
-        build(_scheduled(unchecked), check=False)
+        build(_make_schedule(unchecked), check=False)
         with torch.no_grad():
             for model in (before, unchecked):
                 model.block.bias.fill_(0.5)
@@ -160,7 +160,7 @@ def test_nonlinear_code_on_partial_values_is_an_error_that_names_the_layer() -> 
 def _given(rank: int) -> list[str]:
     messages = []
     for block in (Next, Pair):
-        sch = _scheduled(Model(block))
+        sch = _make_schedule(Model(block))
         sch["block.next"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         build(sch)
         with pytest.raises(BuildError) as caught:
@@ -181,14 +181,14 @@ def _half(rank: int) -> str:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     for block in (Scaled, Dropped):
         model = Model(block).bfloat16()
-        build(_scheduled(model))
+        build(_make_schedule(model))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model(x)
     model = Model(Residual).bfloat16()
     with torch.no_grad():
         for parameter in model.first.parameters():
             parameter.mul_(1e-3)
-    build(_scheduled(model))
+    build(_make_schedule(model))
     with pytest.raises(BuildError) as caught, torch.no_grad():
         model(x)
     return str(caught.value)
@@ -202,7 +202,7 @@ def _right(rank: int) -> None:
     for block in (Scaled, Dropped):
         model = Model(block)
         before = copy.deepcopy(model)
-        build(_scheduled(model))
+        build(_make_schedule(model))
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
         for mode in (False, True):
             for each in (before.train(mode), model.train(mode)):
@@ -223,7 +223,7 @@ def test_linear_code_on_partial_values_is_no_error() -> None:
 
 def _forked(rank: int) -> str:
     set_random_seed(1, tp_rank=rank)
-    sch = _scheduled(Model(Dropped))
+    sch = _make_schedule(Model(Dropped))
     sch["block"].fork_rng()
     build(sch)
     with pytest.raises(BuildError) as caught:

@@ -47,7 +47,7 @@ class Model(nn.Module):
         return self.head(self.inner(self.down(self.up(x).tanh())))
 
 
-def _scheduled(model: nn.Module, *, at_input: bool = False) -> Schedule:
+def _make_schedule(model: nn.Module, *, at_input: bool = False) -> Schedule:
     """The layer before scatters, or the module itself."""
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     if at_input:
@@ -62,7 +62,7 @@ def _scheduled(model: nn.Module, *, at_input: bool = False) -> Schedule:
     return sch
 
 
-def _shifted(x: torch.Tensor) -> torch.Tensor:
+def _shift(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x[:, 1:], x[:, :1]), 1)
 
 
@@ -72,7 +72,7 @@ WRONG: dict[str, Inside] = {
     "cumsum": lambda x: x.cumsum(1),
     "cumsum from behind": lambda x: x.cumsum(-2),
     "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
-    "shift": _shifted,
+    "shift": _shift,
     "flip": lambda x: x.flip(1),
     "max": lambda x: x - x.max(1, keepdim=True).values,
     "conv1d": lambda x: functional.conv1d(x.mT, torch.arange(48.0).view(4, 4, 3), padding=1).mT,
@@ -84,15 +84,15 @@ def _wrong(rank: int) -> dict[str, str]:
     for key, inside in WRONG.items():
         before = Model(inside)
         checked, at_input, unchecked = (copy.deepcopy(before) for _ in range(3))
-        build(_scheduled(checked))
-        build(_scheduled(at_input, at_input=True))
+        build(_make_schedule(checked))
+        build(_make_schedule(at_input, at_input=True))
         try:
             checked(X)
         except BuildError as err:
             messages[key] = str(err)
         with pytest.raises(BuildError, match="a part of the output of 'inner'"):
             at_input(X)
-        build(_scheduled(unchecked), check=False)
+        build(_make_schedule(unchecked), check=False)
         assert not torch.allclose(before(X), unchecked(X), atol=1e-4), key
     return messages
 
@@ -117,7 +117,7 @@ def _right(rank: int) -> None:
         for at_input in (False, True):
             model = Model(inside)
             before = copy.deepcopy(model)
-            build(_scheduled(model, at_input=at_input))
+            build(_make_schedule(model, at_input=at_input))
             assert_equivalent(before, model, X)
 
 
@@ -127,12 +127,12 @@ def test_code_on_single_positions_is_no_error() -> None:
 
 def _drops(rank: int) -> str:
     model = Model(nn.Dropout(0.5))
-    build(_scheduled(model))
+    build(_make_schedule(model))
     with pytest.raises(BuildError) as caught:
         model(X)
     set_random_seed(1, tp_rank=rank)
     forked = Model(nn.Dropout(0.5))
-    sch = _scheduled(forked)
+    sch = _make_schedule(forked)
     sch["inner.inside"].fork_rng()
     build(sch)
     forked(X)
@@ -146,7 +146,7 @@ def test_equal_dropout_masks_of_sequence_shards_are_refused() -> None:
 def _beside_dtensor(rank: int) -> None:
     """The same operation and layout, which DTensor caches, on a mesh of the user's."""
     model = Model(RIGHT[0])
-    build(_scheduled(model))
+    build(_make_schedule(model))
     model(X)
     parts = distribute_tensor(X, init_device_mesh("cpu", (2,)), [Shard(1)])
     with implicit_replication():

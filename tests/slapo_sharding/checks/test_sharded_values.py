@@ -21,7 +21,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_sharding.checks.value_tracking.op_rules import OpCall, Slice, cached_layouts
-from slapo_sharding.checks.value_tracking.tracked_value import untracked
+from slapo_sharding.checks.value_tracking.tracked_value import untracked_layout
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 
@@ -320,7 +320,7 @@ def test_identical_layers_are_analysed_once_and_others_still_refused() -> None:
         assert f": softmax needs all of it, and each rank has a part of the output of 'layers.{index}.up'" in message
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
     kernel = torch.eye(3)[1 + by].view(1, 1, 3)
     return F.conv1d(x[:, None], kernel, padding=1)[:, 0]
 
@@ -328,9 +328,9 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 def _by_numbers(rank: int) -> None:
     """Answers that depend on values are not cached by shape."""
     for _ in range(2):
-        _stack(lambda x: _shifted(x, 0))(X)
+        _stack(lambda x: _shift(x, 0))(X)
         with pytest.raises(BuildError, match="conv1d needs all of it"):
-            _stack(lambda x: _shifted(x, 1))(X)
+            _stack(lambda x: _shift(x, 1))(X)
 
 
 def test_answers_of_the_numeric_probe_are_not_cached() -> None:
@@ -355,10 +355,10 @@ def _others(rank: int) -> None:
     _stack(lambda x: x * 1)(X)
     _stack(lambda x: x * 1.0)(X)
     assert cached_layouts.cache_info().currsize == 2
-    given = OpCall(len, (x,), (), None, untracked(x), (), False, False, ())
+    given = OpCall(len, (x,), (), None, untracked_layout(x), (), False, False, ())
     assert not given.is_cacheable
     assert not dataclasses.replace(given, func=torch.add).is_cacheable
-    assert dataclasses.replace(given, func=torch.add, leaves=(untracked(x), 1, Slice(0, None, 2))).is_cacheable
+    assert dataclasses.replace(given, func=torch.add, leaves=(untracked_layout(x), 1, Slice(0, None, 2))).is_cacheable
     assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_cacheable
 
 

@@ -42,7 +42,7 @@ def _schedule(model: nn.Module) -> Schedule:
     return sch
 
 
-def _loaded(rank: int, make: Any) -> None:
+def _load_states(rank: int, make: Any) -> None:
     model, other = make(0), make(1)
     sch = _schedule(model)
     assert any(is_sharded(parameter) for parameter in model.parameters())
@@ -62,10 +62,10 @@ def _loaded(rank: int, make: Any) -> None:
 
 @pytest.mark.parametrize(("make", "ranks"), [(_gpt2, 2), (_llama, 2)])
 def test_full_tensors_round_trip(make, ranks):
-    run_distributed(_loaded, ranks, make)
+    run_distributed(_load_states, ranks, make)
 
 
-def _refused(rank: int) -> list[str]:
+def _refusals(rank: int) -> list[str]:
     model = _gpt2(0)
     sch = _schedule(model)
     before, state = sch.full_state(), _gpt2(1).state_dict()
@@ -92,7 +92,7 @@ def _refused(rank: int) -> list[str]:
 def test_a_wrong_state_is_refused_and_nothing_changes():
     close = "; give full tensors under the unmodified model's names"
     shape = "shape [24] instead of [48]"
-    for messages in run_distributed(_refused, 2):
+    for messages in run_distributed(_refusals, 2):
         assert messages == [
             f"load_full_state: 'transformer.h.0.attn.c_attn.bias': {shape}; missing ['transformer.ln_f.weight']; "
             f"unknown ['more']{close}",

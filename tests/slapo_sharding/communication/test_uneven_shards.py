@@ -59,7 +59,7 @@ def test_uneven_shards_are_joined_and_cut(ranks, size):
     run_distributed(_joined_and_cut, ranks, size)
 
 
-def _refused(rank: int) -> list[str]:
+def _refusals(rank: int) -> list[str]:
     messages = []
     for call in (
         lambda: collectives.all_gather(torch.zeros(1), 0, dist.group.WORLD, size=5),
@@ -74,13 +74,13 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused():
-    first, second = run_distributed(_refused, 2)
+    first, second = run_distributed(_refusals, 2)
     assert first[0] == "dim 0 of a shard of shape (1,) is not rank 0's part of 5"
     odd = "dim 0 of a tensor of shape (5,) is not divisible by 2 ranks; pad it (a sequence, say)"
     assert first[1:] == second[1:] == [odd] * 2
 
 
-def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, Schedule]:
+def _make_schedule(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, Schedule]:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     before = copy.deepcopy(model)
@@ -118,7 +118,7 @@ def _pairs(rank: int, size: int, blocks: int | None) -> list[int]:
             sch["0"].shard("weight", axis=column, blocks=blocks, uneven=True).sync("bwd_post", "all_reduce")
             sch["2"].shard("weight", axis=row, blocks=blocks, uneven=True).sync("fwd_post", "all_reduce")
 
-        before, sch = _scheduled(nn.Sequential(first, nn.Tanh(), second), steps)
+        before, sch = _make_schedule(nn.Sequential(first, nn.Tanh(), second), steps)
         x = torch.randn(2, 5, 3, requires_grad=True)
         assert_equivalent(before, sch.mod, x)
         _trains_alike(before, sch, x.detach())
@@ -138,14 +138,14 @@ def test_column_and_row_layers_fit_together(ranks, size, blocks, parts):
     assert run_distributed(_pairs, ranks, size, blocks) == [[part] * 2 for part in parts]
 
 
-def _gathered(rank: int) -> None:
+def _train_gathered(rank: int) -> None:
     def steps(sch: Schedule) -> None:
         sch["0"].shard("weight", axis=1, uneven=True).sync("fwd_post", "all_gather", axis=-1)
         sch["1"].shard("weight", axis=0, uneven=True, gathered=True)
         sch["1"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=2)
         sch["2"].shard("weight", axis=1, uneven=True).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
 
-    before, sch = _scheduled(nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 7), nn.Linear(7, 3)), steps)
+    before, sch = _make_schedule(nn.Sequential(nn.Embedding(6, 5), nn.Linear(5, 7), nn.Linear(7, 3)), steps)
     ids = torch.tensor([[0, 1, 5, 3]])
     assert_equivalent(before, sch.mod, ids)
     _trains_alike(before, sch, ids)
@@ -153,7 +153,7 @@ def _gathered(rank: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_are_gathered_and_inputs_scattered(ranks):
-    run_distributed(_gathered, ranks)
+    run_distributed(_train_gathered, ranks)
 
 
 class Tied(nn.Module):
@@ -181,7 +181,7 @@ def _tied(rank: int) -> None:
                 sch["wte"].sync("fwd_post", "all_reduce")
                 sch["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
 
-            before, sch = _scheduled(Tied(), steps)
+            before, sch = _make_schedule(Tied(), steps)
             assert sch.mod.wte.weight is sch.mod.head.weight
             assert_equivalent(before, sch.mod, ids)
             _trains_alike(before, sch, ids)
@@ -199,7 +199,7 @@ def _loss(rank: int) -> None:
         sch["wte"].shard("weight", axis=0, uneven=True).sync("fwd_post", "all_reduce")
         sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
 
-    before, sch = _scheduled(Tied(bias=False), steps)
+    before, sch = _make_schedule(Tied(bias=False), steps)
     ids = torch.arange(11).repeat(2, 1)
     target = ids.flip(1).masked_fill(ids == 3, -100)
     expected = F.cross_entropy(before(ids).flatten(0, 1), target.flatten(), label_smoothing=0.1)
@@ -311,7 +311,7 @@ def _blocks_gathered(rank: int) -> None:
         sch["0"].shard("weight", axis=0, blocks=2, gathered=True, uneven=True)
         sch["0"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
 
-    before, sch = _scheduled(nn.Sequential(nn.Linear(4, 6)), steps)
+    before, sch = _make_schedule(nn.Sequential(nn.Linear(4, 6)), steps)
     assert_equivalent(before, sch.mod, torch.randn(3, 4, requires_grad=True))
 
 

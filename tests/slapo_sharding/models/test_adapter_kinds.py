@@ -59,7 +59,7 @@ def base(kind: str) -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
 
 
-def adapted(kind: str) -> Any:
+def adapted_model(kind: str) -> Any:
     import peft
 
     name, settings = KINDS[kind]
@@ -83,7 +83,7 @@ def compare(
     mesh, wrong = mesh_of(**layout), {}
     batches = [torch.randint(0, 64, (4, size), generator=torch.Generator().manual_seed(size)) for size in (12, 8)]
     for kind in kinds:
-        reference = adapted(kind)
+        reference = adapted_model(kind)
         model = copy.deepcopy(reference)
         schedule = create_schedule(model, mesh=mesh, example_inputs={"input_ids": batches[0], "labels": batches[0]})
         if mesh["tp"].size() > 1:

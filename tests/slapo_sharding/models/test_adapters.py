@@ -44,7 +44,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=32))
 
 
-def adapted(kind: str) -> Any:
+def adapted_model(kind: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **KINDS[kind]))
@@ -55,7 +55,7 @@ def adapted(kind: str) -> Any:
 
 def trained(rank: int, kind: str, options: dict[str, Any], layout: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
     """Take two steps beside the unmodified model; return the errors of weights, the split layers and the trained parameters."""
-    reference = adapted(kind)
+    reference = adapted_model(kind)
     model = copy.deepcopy(reference)
     ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
@@ -96,7 +96,7 @@ def expected_split(kind: str) -> set[str]:
 
 
 def _check(found: list[dict[str, Any]], kind: str) -> None:
-    trains = {name for name, each in adapted(kind).named_parameters() if each.requires_grad}
+    trains = {name for name, each in adapted_model(kind).named_parameters() if each.requires_grad}
     for one in found:
         assert one["apart"] < 1e-5, one
         assert one["moved"] <= trains
@@ -132,11 +132,11 @@ def test_adapters_train_on_layouts(kind: str, ranks: int, layout: dict[str, int]
     _check(run_distributed(trained, ranks, kind, {}, layout, config), kind)
 
 
-def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any], folder: str) -> list[str]:
+def train_and_save(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any], folder: str) -> list[str]:
     """Train a step, save and load in the way of PEFT; return the file names."""
     from peft import PeftModel
 
-    model = adapted(kind)
+    model = adapted_model(kind)
     ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     schedule = create_schedule(model, mesh=mesh_of(**layout), example_inputs=batch)
@@ -151,7 +151,7 @@ def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any
         model.save_pretrained(folder, state_dict=state)
     torch.distributed.barrier()
     loaded = dict(PeftModel.from_pretrained(llama(), folder).named_parameters())
-    for name in [name for name, each in adapted(kind).named_parameters() if each.requires_grad]:
+    for name in [name for name, each in adapted_model(kind).named_parameters() if each.requires_grad]:
         assert torch.equal(loaded[name], state[name]), name
     engine.close()
     return sorted(each.name for each in Path(folder).iterdir())
@@ -163,7 +163,7 @@ def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any
 )
 @pytest.mark.parametrize("kind", [pytest.param("all", marks=pytest.mark.slow), "a head that is trained"])
 def test_exports_load_in_peft(kind: str, layout: dict[str, int], config: dict[str, Any], tmp_path: Path) -> None:
-    for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
+    for files in run_distributed(train_and_save, 2, kind, layout, config, str(tmp_path)):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
 
 

@@ -54,7 +54,7 @@ def batch(rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return tokens(rows, length, seed), padding
 
 
-def compared(rank: int, kind: str) -> tuple[set[str], list[str]]:
+def compare_splits(rank: int, kind: str) -> tuple[set[str], list[str]]:
     """Compare in training and in evaluation; return the split layers and the warnings."""
     expected, model = model_of(kind), model_of(kind)
     sch = create_schedule(model, example_inputs=batch(2, 8, 0))
@@ -90,7 +90,7 @@ def layer_has(kind: str, layer: str, name: str) -> bool:
 def test_layers_are_split(kind: str) -> None:
     stacks = ("both.encoder.layers.0", "both.decoder.layers.0", "both.decoder.layers.1")
     layers = {"both": stacks}.get(kind, ("encoder.layers.0", "encoder.layers.1"))
-    for split, told in run_distributed(compared, 2, kind):
+    for split, told in run_distributed(compare_splits, 2, kind):
         attentions = ("self_attn", "multihead_attn") if kind == "both" else ("self_attn",)
         names = ("linear1", "linear2", *(f"{each}{part}" for each in attentions for part in ("", ".out_proj")))
         inside = {f"{layer}.{name}" for layer in layers for name in names if layer_has(kind, layer, name)}

@@ -23,7 +23,7 @@ CONVOLUTIONS = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTransp
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
-def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
+def _build_split(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
     before = copy.deepcopy(model)
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     steps(sch)
@@ -63,7 +63,7 @@ def _pair(rank: int, spatial: int) -> None:
                 _column(sch)
                 _row(sch, "2")
 
-            before, after = _scheduled(copy.deepcopy(model), steps)
+            before, after = _build_split(copy.deepcopy(model), steps)
             assert_equivalent(before, after, images)
             assert (after[0].out_channels, after[2].in_channels) == (8 // sch_size(after), 8 // sch_size(after))
             assert after[0].weight.numel() * sch_size(after) == before[0].weight.numel()
@@ -81,7 +81,7 @@ def test_correctness_02_output_channels_then_input_channels(spatial, ranks):
     run_distributed(_pair, ranks, spatial)
 
 
-def _gathered(rank: int) -> None:
+def _compare_gathered(rank: int) -> None:
     for axis, shape in ((-3, (2, 4, 5, 5)), (1, (2, 4, 5, 5)), (0, (4, 5, 5))):
 
         def steps(sch: Schedule, axis: int = axis) -> None:
@@ -91,11 +91,11 @@ def _gathered(rank: int) -> None:
             _row(sch, "1")
 
         model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3))
-        assert_equivalent(*_scheduled(model, steps), torch.randn(shape, requires_grad=True))
+        assert_equivalent(*_build_split(model, steps), torch.randn(shape, requires_grad=True))
 
 
 def test_channels_are_gathered_and_scattered():
-    run_distributed(_gathered, 2)
+    run_distributed(_compare_gathered, 2)
 
 
 def _reduce_scatter(rank: int) -> None:
@@ -107,7 +107,7 @@ def _reduce_scatter(rank: int) -> None:
             sch["1"].sync("fwd_post", "reduce_scatter", axis=axis).sync("fwd_post", "all_gather", axis=axis)
 
         model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3))
-        assert_equivalent(*_scheduled(model, steps), torch.randn(2, 4, 8, 8, requires_grad=True))
+        assert_equivalent(*_build_split(model, steps), torch.randn(2, 4, 8, 8, requires_grad=True))
 
 
 def test_correctness_02_bias_and_its_gradient_under_reduce_scatter():
@@ -159,7 +159,7 @@ def _split_block(sch: Schedule) -> None:
 
 
 def _batch_norm(rank: int, spatial: int) -> None:
-    before, after = _scheduled(_block(spatial), _split_block)
+    before, after = _build_split(_block(spatial), _split_block)
     images = torch.randn(5, 4, *(6,) * spatial, requires_grad=True)
     assert_equivalent(before, after, images, atol=1e-4)
     for name in ("running_mean", "running_var"):
@@ -189,7 +189,7 @@ def _batch_norm_variants(rank: int) -> None:
             sch["1"].shard("weight" if sch["1"].mod.affine else "running_mean", axis=0)
             _row(sch, "4")
 
-        before, after = _scheduled(_block(2, norm=nn.BatchNorm2d(8, **options)), steps)
+        before, after = _build_split(_block(2, norm=nn.BatchNorm2d(8, **options)), steps)
         for _ in range(2):
             assert_equivalent(before, after, images, atol=1e-4)
 
@@ -199,7 +199,7 @@ def _batch_norm_variants(rank: int) -> None:
         sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    assert_equivalent(*_scheduled(model, linear), torch.randn(6, 4, requires_grad=True))
+    assert_equivalent(*_build_split(model, linear), torch.randn(6, 4, requires_grad=True))
 
 
 def test_batch_norm_without_weights_or_statistics_and_behind_a_linear():
@@ -208,7 +208,7 @@ def test_batch_norm_without_weights_or_statistics_and_behind_a_linear():
 
 def _groups(rank: int, ranks: int) -> None:
     for groups in (4, 8):  # 8: depthwise
-        before, after = _scheduled(_block(2, groups, nn.GroupNorm(4, 8)), _split_block)
+        before, after = _build_split(_block(2, groups, nn.GroupNorm(4, 8)), _split_block)
         assert_equivalent(before, after, torch.randn(3, 4, 6, 6, requires_grad=True), atol=1e-4)
         assert (after[3].groups, after[3].in_channels, after[1].num_groups) == (groups // ranks, 8 // ranks, 4 // ranks)
 
@@ -218,7 +218,7 @@ def _groups(rank: int, ranks: int) -> None:
         _row(sch, "2")
 
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ConvTranspose2d(8, 16, 3, groups=4), nn.Conv2d(16, 4, 1))
-    assert_equivalent(*_scheduled(model, steps), torch.randn(3, 4, 6, 6, requires_grad=True))
+    assert_equivalent(*_build_split(model, steps), torch.randn(3, 4, 6, 6, requires_grad=True))
 
 
 @pytest.mark.sampled(1)
@@ -257,7 +257,7 @@ def test_unsplittable_convolutions_say_why():
 def _plan(rank: int) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 1))
     plan = {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output", "4": "rowwise_split_input"}
-    before, after = _scheduled(model, lambda sch: sch.tensor_parallel(plan))
+    before, after = _build_split(model, lambda sch: sch.tensor_parallel(plan))
     assert_equivalent(before, after, torch.randn(2, 4, 8, 8, requires_grad=True))
 
 

@@ -132,7 +132,7 @@ class Scaled(MixtralExperts):
         self.scale = nn.Parameter(torch.ones(4))
 
 
-def _refused(rank: int) -> list[str]:
+def _refusals(rank: int) -> list[str]:
     config, messages = MixtralConfig(**SIZES), []
     odd = MixtralConfig(**{**SIZES, "intermediate_size": 9})
     normed, dealt, other = MixtralExperts(config), MixtralExperts(config), MixtralExperts(config)
@@ -153,7 +153,7 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_experts_with_unknown_parts_stay_whole():
-    first, second = run_distributed(_refused, 2)
+    first, second = run_distributed(_refusals, 2)
     assert first == second
     mixing, scaled, odd, normed, dealt, other, alone, gate, absent = first
     assert mixing.startswith(

@@ -114,7 +114,7 @@ def test_a_call_that_gives_more_than_the_input_or_another_name_is_refused(by_row
         assert unknown == "missing a required argument: 'hidden_states'"
 
 
-def _compiled(rank: int) -> None:
+def _compare_compiled(rank: int) -> None:
     model = Keywords(Renamed(8, 6), "hidden_states")
     before = copy.deepcopy(model)
     _rows(model, 1, -1)
@@ -125,4 +125,4 @@ def _compiled(rank: int) -> None:
 
 @pytest.mark.multiproc
 def test_keywords_are_compiled():
-    run_distributed(_compiled, 2)
+    run_distributed(_compare_compiled, 2)

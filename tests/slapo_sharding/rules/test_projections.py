@@ -137,7 +137,7 @@ class _Messages(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def trained(rank: int) -> dict[str, tuple[float, set[str], str]]:
+def train_all_kinds(rank: int) -> dict[str, tuple[float, set[str], str]]:
     """Train each kind for three steps; return differences of weights, split names and warnings."""
     found = {}
     for kind in ALL:
@@ -164,7 +164,7 @@ def trained(rank: int) -> dict[str, tuple[float, set[str], str]]:
 @pytest.mark.multiproc
 @pytest.mark.timeout(200)
 def test_projections_are_split_with_all_their_tensors_or_stay_whole_by_name() -> None:
-    for found in run_distributed(trained, 2, timeout=150):
+    for found in run_distributed(train_all_kinds, 2, timeout=150):
         for kind, (apart, split, _) in found.items():
             assert apart < 3e-5, kind
             assert {"fc2.weight", "proj2.weight"} <= split, kind

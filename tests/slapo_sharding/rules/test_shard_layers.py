@@ -20,7 +20,7 @@ from slapo_verify.comparison import assert_equivalent
 pytestmark = pytest.mark.multiproc
 
 
-def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
+def _build_split(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
     before = copy.deepcopy(model)
     schedule = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     steps(schedule)
@@ -47,7 +47,7 @@ def _pair(model: Two, column: int, row: int) -> tuple[nn.Module, nn.Module]:
         sch["first"].shard(["weight", "bias"], axis=column).sync("bwd_post", "all_reduce")
         sch["second"].shard("weight", axis=row).sync("fwd_post", "all_reduce")
 
-    return _scheduled(model, steps)
+    return _build_split(model, steps)
 
 
 def _correctness_02(rank: int) -> None:
@@ -68,7 +68,7 @@ def _sync_first(rank: int) -> None:
         sch["second"].shard("weight", axis=-1)
         sch["first"].shard("weight", axis=-2)
 
-    assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(3, 8, requires_grad=True))
+    assert_equivalent(*_build_split(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(3, 8, requires_grad=True))
 
 
 def test_sync_may_come_before_shard():
@@ -95,7 +95,7 @@ def _scattered_row(rank: int) -> None:
             sch["second"].sync("fwd_post", "reduce_scatter", axis=axis).sync("fwd_post", "all_gather", axis=axis)
 
         model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
-        assert_equivalent(*_scheduled(model, steps), torch.randn(2, 4, 8, requires_grad=True))
+        assert_equivalent(*_build_split(model, steps), torch.randn(2, 4, 8, requires_grad=True))
 
 
 def test_correctness_02_bias_and_its_gradient_under_reduce_scatter():
@@ -109,7 +109,7 @@ def _custom_reduce(rank: int) -> None:
         sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
         sch["second"].shard("weight", axis=1).sync("fwd_post", lambda module, args, output: functional.all_reduce(output))
 
-    before, after = _scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps)
+    before, after = _build_split(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps)
     x = torch.randn(2, 8)
     torch.testing.assert_close(after(x), before(x))
 
@@ -131,28 +131,19 @@ def test_correctness_02_the_bias_keeps_autocast_s_dtype():
     run_distributed(_autocast, 2)
 
 
-def _gathered(rank: int) -> None:
+def _compare_gathered(rank: int) -> None:
     for axis, shape in ((-1, (2, 3, 8)), (2, (2, 3, 8)), (1, (4, 8)), (-1, (8,))):
 
         def steps(sch: Schedule, axis: int = axis) -> None:
             sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=axis)
 
-        assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(*shape, requires_grad=True))
+        assert_equivalent(
+            *_build_split(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(*shape, requires_grad=True)
+        )
 
 
 def test_correctness_03_column_parallel_gathers_on_any_dimension():
-    run_distributed(_gathered, 2)
-
-
-def _split_input(rank: int) -> None:
-    def steps(sch: Schedule) -> None:
-        sch["second"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
-
-    assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(2, 8, requires_grad=True))
-
-
-def test_row_parallel_takes_a_scattered_input():
-    run_distributed(_split_input, 2)
+    run_distributed(_compare_gathered, 2)
 
 
 def _embedding(axis: int, op: str, **options: object) -> None:
@@ -162,7 +153,7 @@ def _embedding(axis: int, op: str, **options: object) -> None:
 
     model = nn.Sequential(nn.Embedding(12, 4, **options), nn.Linear(4, 4))
     ids = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 3, 6, 6, 9, 0]])
-    assert_equivalent(*_scheduled(model, steps), ids)
+    assert_equivalent(*_build_split(model, steps), ids)
 
 
 def _correctness_01(rank: int) -> None:
@@ -237,7 +228,7 @@ def _traced_embedding() -> None:
         sch["1"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
         sch["2"].fork_rng()
 
-    before, after = _scheduled(nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.0)), steps)
+    before, after = _build_split(nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.0)), steps)
     set_random_seed(1, tp_rank=0)
     ids = torch.randint(12, (2, 3))
     assert_equivalent(before, trace_module(after, (ids,)), ids)

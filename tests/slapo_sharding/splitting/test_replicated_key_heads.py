@@ -50,7 +50,7 @@ def _by_hand(sch: Schedule) -> None:
         layer["self_attn.o_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def _trained(model: nn.Module, clip: Any) -> list[float]:
+def _train_clipped(model: nn.Module, clip: Any) -> list[float]:
     """Train three clipped steps of two micro-batches, and return the norms before clipping."""
     optimizer, batch, norms = torch.optim.SGD(model.parameters(), lr=0.1), _batch(), []
     for _ in range(3):
@@ -68,7 +68,7 @@ def _check(before: nn.Module, sch: Schedule) -> None:
     copied = copy.deepcopy(model)
     for norm_type in (2.0, math.inf):
         norms = [
-            _trained(each, lambda parameters, most, clip=clip, norm_type=norm_type: clip(parameters, most, norm_type))
+            _train_clipped(each, lambda parameters, most, clip=clip, norm_type=norm_type: clip(parameters, most, norm_type))
             for each, clip in ((before, nn.utils.clip_grad_norm_), (model, clip_grad_norm_), (copied, clip_grad_norm_))
         ]
         assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -216,7 +216,7 @@ def test_blocks_that_every_rank_replicates():
     assert [message.removeprefix("shard('0.fused'): ") for message in refused] == expected
 
 
-def _compiled(rank: int) -> None:
+def _compare_compiled(rank: int) -> None:
     """Compile without a graph break; the backward reduces the copies."""
     model = _llama(6, 3)
     before, sch = copy.deepcopy(model).model.layers[0].self_attn, _schedule(model)
@@ -232,7 +232,7 @@ def _compiled(rank: int) -> None:
 
 
 def test_copies_in_a_compiled_module():
-    run_distributed(_compiled, 2)
+    run_distributed(_compare_compiled, 2)
 
 
 def _other_counts(rank: int, name: str) -> str:

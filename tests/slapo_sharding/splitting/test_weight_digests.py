@@ -25,7 +25,7 @@ class Model(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4, bias=False))
 
 
-def _scheduled(model: nn.Module) -> Schedule:
+def _make_schedule(model: nn.Module) -> Schedule:
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
@@ -44,11 +44,11 @@ def _different(rank: int) -> list[str]:
         whole[0].weight[-1, -1] += rank
         split[1].bias[0] += rank
     for model in (whole, split, _made(rank)):
-        build(_scheduled(model))
+        build(_make_schedule(model))
         with pytest.raises(BuildError) as caught:
             model(X)
         messages.append(str(caught.value))
-    build(_scheduled(unchecked), check=False)
+    build(_make_schedule(unchecked), check=False)
     unchecked(X)
     return messages
 
@@ -60,11 +60,11 @@ def test_different_models_are_an_error_on_every_rank() -> None:
         assert f"the ranks do not share out one model: {name!r} had other numbers on one of them" in message
 
 
-def _loaded(rank: int) -> None:
+def _run_after_load(rank: int) -> None:
     """Weights that were loaded after scheduling, or trained, are compared as they are."""
     model = _made(rank)
     reference = _made(5)
-    sch = _scheduled(model)
+    sch = _make_schedule(model)
     build(sch)
     state = reference.state_dict()
     for name, tensor in sch.mod.state_dict().items():
@@ -75,18 +75,18 @@ def _loaded(rank: int) -> None:
 
 
 def test_weights_that_are_loaded_after_scheduling_are_not_refused() -> None:
-    run_distributed(_loaded, 2)
+    run_distributed(_run_after_load, 2)
 
 
 def _written(rank: int) -> None:
     """A rank modifies its own shard, and weights are written in ways that torch does not count."""
     model = _made(0)
-    build(_scheduled(model))
+    build(_make_schedule(model))
     with torch.no_grad():
         model[1].bias[0] += rank
     model(X)
     model = _made(rank)
-    build(_scheduled(model))
+    build(_make_schedule(model))
     for name, parameter in model.named_parameters():
         other = torch.full(parameter.shape, 0.25)
         if name == "0.weight":
@@ -100,10 +100,10 @@ def test_modified_shards_are_not_compared() -> None:
     run_distributed(_written, 2)
 
 
-def _trained(rank: int) -> None:
+def _run_after_training(rank: int) -> None:
     """Changes on single ranks after the first run, or in another mode, are not compared."""
     model = _made(0)
-    build(_scheduled(model))
+    build(_make_schedule(model))
     model.eval()(X).sum().backward()
     with torch.no_grad():
         model[0].bias += rank
@@ -111,4 +111,4 @@ def _trained(rank: int) -> None:
 
 
 def test_weights_are_compared_once() -> None:
-    run_distributed(_trained, 2)
+    run_distributed(_run_after_training, 2)

@@ -28,7 +28,7 @@ class Block(nn.Module):
         return self.head(self.last(x + self.down(torch.tanh(self.up(self.norm(x))))))
 
 
-def scheduled(model: nn.Module, inside: bool | None, behind: bool | None) -> Schedule:
+def make_schedule(model: nn.Module, inside: bool | None, behind: bool | None) -> Schedule:
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]))
     sch["embed"].sync("fwd_post", "scatter", axis=1)
     sch["norm"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=inside)
@@ -45,7 +45,7 @@ def far(inside: bool, behind: bool | None) -> tuple[float, list[str]]:
     torch.manual_seed(0)
     reference = Block()
     ids = torch.randint(16, (3, 4))
-    sch = scheduled(copy.deepcopy(reference), inside, behind)
+    sch = make_schedule(copy.deepcopy(reference), inside, behind)
     model, _ = build(sch, check=False)
     outputs = [each(ids) for each in (reference, model)]
     for each in outputs:
@@ -76,7 +76,7 @@ def whole(rank: int) -> list[str]:
     torch.manual_seed(0)
     reference = Block()
     ids = torch.randint(16, (3, 4))
-    sch = scheduled(copy.deepcopy(reference), True, False)
+    sch = make_schedule(copy.deepcopy(reference), True, False)
     model, _ = build(sch)
     for each in (reference, model):
         each(ids).square().sum().backward()

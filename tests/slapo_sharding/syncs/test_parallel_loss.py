@@ -122,7 +122,7 @@ def test_in_the_last_of_two_stages():
     run_distributed(_staged, 2)
 
 
-def _refused(rank: int) -> list[str]:
+def _refusals(rank: int) -> list[str]:
     said = []
     tied_by_scale, _ = _model("gemma3_text", {})
     own, batch = _model("llama", {})
@@ -150,7 +150,7 @@ def test_another_loss_and_a_whole_head_are_refused():
         f"tensor_parallel(''): {why}, {remedy}"
         for why in (whole, "the model's loss is cross_entropy, not ForCausalLMLoss", own, whole)
     ]
-    assert run_distributed(_refused, 2) == [expected] * 2
+    assert run_distributed(_refusals, 2) == [expected] * 2
 
 
 def _one(rank: int) -> None:

@@ -20,7 +20,7 @@ import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_training.checkpoint import CheckpointWriter
-from slapo_training.checkpoint.folder import open_checkpoint, reading, verify
+from slapo_training.checkpoint.folder import open_checkpoint, read_context, verify
 from slapo_training.distributed import Ranks
 from slapo_training.distributed._torch_private import job_timeout
 from tests.background_saves import fail, held_back
@@ -61,7 +61,7 @@ def test_what_is_only_called_like_it_stays(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_removes_what_broke_off_and_never_what_is_in_place(tmp_path: Path) -> None:
     """Another rank may give up waiting while the first one puts it there."""
-    writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
+    writing = CheckpointWriter.from_proposals([CheckpointWriter.propose(tmp_path, "torch")], "torch")
     writing.begin(Ranks())
     (writing.data / "file").write_text("content")
 
@@ -112,7 +112,7 @@ def test_a_folder_takes_one_save_at_a_time(tmp_path: Path) -> None:
     other.module.fill(2.0)
     engine.save(tmp_path)
     with held_back() as gate:
-        writing = CheckpointWriter.agreed([CheckpointWriter.proposed(tmp_path, "torch")], "torch")
+        writing = CheckpointWriter.from_proposals([CheckpointWriter.propose(tmp_path, "torch")], "torch")
         writing.begin(Ranks())
         with pytest.raises(BuildError, match=r"another save writes to '.*' now; give another folder"):
             other.save(tmp_path)
@@ -132,10 +132,10 @@ def test_another_save_while_one_is_loaded_is_told_as_that(tmp_path: Path) -> Non
     engine = engine_of()
     engine.save(tmp_path)
     found = open_checkpoint(tmp_path, "torch", Ranks())
-    with pytest.raises(KeyError), reading(found):  # an error of its own otherwise
+    with pytest.raises(KeyError), read_context(found):  # an error of its own otherwise
         raise KeyError
     engine.save(tmp_path)
-    with pytest.raises(BuildError, match=r"was saved anew while it was loaded; load it again"), reading(found):
+    with pytest.raises(BuildError, match=r"was saved anew while it was loaded; load it again"), read_context(found):
         verify(found, Ranks())
 
 

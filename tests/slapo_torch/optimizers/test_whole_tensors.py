@@ -152,7 +152,7 @@ def _details(rank: int) -> dict[str, Any]:
     found["used"] = [round(group["lr"], 6) for group in inner.param_groups]
     stand_ins = [each for own in engine.optimizer.stand_ins for each in own.parameters]
     found["memory"] = max(each.untyped_storage().nbytes() for each in stand_ins)
-    found["owned"] = sum(each.numel() for own in engine.optimizer.stand_ins for each in own.owned())
+    found["owned"] = sum(each.numel() for own in engine.optimizer.stand_ins for each in own.owned_parameters())
     found["all"] = sum(each.numel() for each in stand_ins)
     found["marks"] = {getattr(each, "lr_scale", 1.0) for each in stand_ins}
     return found

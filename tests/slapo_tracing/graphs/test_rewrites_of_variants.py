@@ -181,7 +181,7 @@ def run(model: nn.Module, call: Call) -> Result:
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def edited(plain: nn.Module, call: Call, path: str, edits: list[Edit]) -> tuple[Schedule, list[Edit]]:
+def edit_copy(plain: nn.Module, call: Call, path: str, edits: list[Edit]) -> tuple[Schedule, list[Edit]]:
     """A copy that was traced with a call and edited, and the edits that found something and could be made."""
     schedule = create_schedule(copy.deepcopy(plain).train(call.training), example_inputs=call.args)
     part = schedule[path] if path else schedule
@@ -205,7 +205,7 @@ def outcome(function: Callable[..., Any], *args: Any) -> Any:
 
 def as_on_its_own_trace(plain: nn.Module, call: Call, path: str, edits: list[Edit]) -> Result:
     """The same edits on a trace of this very call."""
-    schedule, made = edited(plain, call, path, edits)
+    schedule, made = edit_copy(plain, call, path, edits)
     if made != edits:
         raise TraceError("an edit cannot be made")
     return run(schedule.mod, call)
@@ -215,7 +215,7 @@ def check(kind: type[nn.Module], path: str, first: Call, edits: list[Edit], othe
     """``"same"``, or what was said instead, for each call; the edits are undone in the end."""
     torch.manual_seed(0)
     plain = Model(kind())
-    schedule, edits = edited(plain, first, path, edits)
+    schedule, edits = edit_copy(plain, first, path, edits)
     said = []
     for call in [first, *others, first] if edits else []:
         found, expected = (outcome(run, schedule.mod, call), outcome(as_on_its_own_trace, plain, call, path, edits))
@@ -237,7 +237,7 @@ def assert_undone(schedule: Schedule, plain: nn.Module, path: str, calls: list[C
     part = schedule[path] if path else schedule
     while len(schedule.journal) > 1:
         schedule.undo()
-    fresh, _ = edited(plain, calls[0], path, [])
+    fresh, _ = edit_copy(plain, calls[0], path, [])
     assert str(part.mod.graph) == str((fresh[path] if path else fresh).mod.graph)
     for call in calls:
         assert_close(run(schedule.mod, call), run(plain, call))
@@ -310,7 +310,7 @@ def test_other_constants_for_a_module_that_the_graph_has_lost(kind: str) -> None
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
 def test_copies_are_edited_in_other_calls(make: Any) -> None:
     plain, edits = Model(Flipped()), [Edit("fuse", DROPOUT_OF_ACT), Edit("checkpoint", SUB)]
-    schedule, made = edited(plain, PLAIN, "part", edits)
+    schedule, made = edit_copy(plain, PLAIN, "part", edits)
     assert made == edits
     copied = make(schedule.mod)
     for call in (PLAIN, PADDED, EVAL):

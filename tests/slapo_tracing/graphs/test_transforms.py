@@ -26,13 +26,13 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def compiled(model: nn.Module, x: torch.Tensor) -> Any:
+def run_compiled(model: nn.Module, x: torch.Tensor) -> Any:
     torch.compiler.reset()
     return torch.compile(model, backend="eager")(x)
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
-    "compile": compiled,
+    "compile": run_compiled,
     "export": lambda model, x: torch.export.export(model, (x,)).module()(x),
     "grad": lambda model, x: grad(lambda weights: loss(model, weights, x))(weights_of(model)),
     "vmap": lambda model, x: vmap(grad(lambda w, row: loss(model, w, row[None])), (None, 0))(weights_of(model), x),

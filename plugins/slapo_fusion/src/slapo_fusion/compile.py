@@ -46,7 +46,7 @@ class CompilePrimitive(Primitive):
         if not (targets := _targets(schedule)):
             raise _error(schedule, "the list is empty; there is nothing to compile")
         for path, module in targets:
-            if any(isinstance(wrapper, Compiled) for wrapper in forward_wrappers(module)):
+            if any(isinstance(wrapper, CompileWrapper) for wrapper in forward_wrappers(module)):
                 raise _error(schedule, f"{path or 'the model'!r} is compiled already; once is enough")
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
                 raise _error(schedule, f"a {type(module).__name__} has no forward of its own; compile the modules in it")
@@ -58,18 +58,18 @@ class CompilePrimitive(Primitive):
             if not (value is None or isinstance(value, types) or name == "backend" and callable(value)):
                 raise _error(schedule, f"{name} is {value!r}; give {advice}")
         try:
-            torch.compile(_nothing, **options)
+            torch.compile(_empty_function, **options)
         except Exception as error:  # torch raises several classes for unknown values
             what, _, _ = str(error).partition(", known options are")  # hundreds
             raise _error(schedule, f"torch.compile does not take these options: {what}") from error
 
     @staticmethod
     def apply(schedule: Schedule, **options: Any) -> None:
-        shared: dict[int, Compiled] = {}
+        shared: dict[int, CompileWrapper] = {}
         for _, module in _targets(schedule):
             between = len(forward_wrappers(module))
             schedule.touch(module)
-            wrap_forward(module, shared.setdefault(between, Compiled(options, between)))
+            wrap_forward(module, shared.setdefault(between, CompileWrapper(options, between)))
 
 
 _OPTIONS: dict[str, tuple[type, str]] = {
@@ -81,7 +81,7 @@ _OPTIONS: dict[str, tuple[type, str]] = {
 }
 
 
-def _nothing() -> None:
+def _empty_function() -> None:
     """Empty function by which ``torch.compile`` checks its options."""
 
 
@@ -89,12 +89,11 @@ def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """Return this module, or the members of a module list, each once, with their paths."""
     mod = schedule.mod
     if isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward:
-        found = {id(child.mod): (child.path, child.mod) for child in schedule.child.values()}
-        return [*found.values()]
+        return [*{id(child.mod): (child.path, child.mod) for child in schedule.child.values()}.values()]
     return [(schedule.path, mod)]
 
 
-class Compiled:
+class CompileWrapper:
     """Forward wrapper that compiles the innermost forward, once for all modules of a class.
 
     Args:
@@ -112,27 +111,27 @@ class Compiled:
         """Run the compiled forward."""
         if torch.compiler.is_compiling() or is_dry_run():  # an outer module is compiled with this one in it
             return call(*args, **kwargs)
-        return self._inside(call, self._between)(*args, **kwargs)
+        return self._compile_innermost(call, self._between)(*args, **kwargs)
 
-    def _inside(self, call: Any, wrappers: int) -> Callable[..., Any]:
+    def _compile_innermost(self, call: Any, wrappers: int) -> Callable[..., Any]:
         """Return the call with its innermost forward compiled."""
         if wrappers:
-            return partial(call.func, self._inside(call.args[0], wrappers - 1))
+            return partial(call.func, self._compile_innermost(call.args[0], wrappers - 1))
         if isinstance(call, types.MethodType) and isinstance(call.__self__, TracedModule):
-            return partial(self._traced, call.__self__)
+            return partial(self._run_traced, call.__self__)
         if isinstance(call, types.MethodType):
-            return partial(self._of(call.__func__), call.__self__)
-        return self._of(call)
+            return partial(self._compiled_function(call.__func__), call.__self__)
+        return self._compiled_function(call)
 
-    def _traced(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
+    def _run_traced(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
         """Run a traced module: its input check uncompiled, its graph compiled."""
-        module.__dict__["through"] = self._of
+        module.__dict__["through"] = self._compiled_function
         try:
             return TracedModule.forward(module, *args, **kwargs)
         finally:
             del module.__dict__["through"]
 
-    def _of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         made = _compiled_functions.setdefault(self, {})
         if function not in made:
             made[function] = torch.compile(function, **self._options)
@@ -140,7 +139,7 @@ class Compiled:
 
 
 # outside the wrappers, which are part of the model: a run must not change the model's state
-_compiled_functions: WeakKeyDictionary[Compiled, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+_compiled_functions: WeakKeyDictionary[CompileWrapper, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -45,7 +45,7 @@ def inductor(region: fx.GraphModule) -> Callable[..., Any]:
     Dropout draws the masks of the unmodified model from the same random state. On a CPU a layer norm is torch's own kernel, and
     a GELU computes its derivative in the forward.
     """
-    return _compiled(with_cpu_operators(region))
+    return _compile_region(with_cpu_operators(region))
 
 
 def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
@@ -53,12 +53,11 @@ def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
 
     The masks have the same distribution, come from the same generator, and repeat for the same seed.
     """
-    return _compiled(with_cpu_operators(region, fast_dropout))
+    return _compile_region(with_cpu_operators(region, fast_dropout))
 
 
-def _compiled(region: fx.GraphModule) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(region, options=SAME_DRAWS | options_for(region))
-    return compiled
+def _compile_region(region: fx.GraphModule) -> Callable[..., Any]:
+    return torch.compile(region, options=SAME_DRAWS | options_for(region))
 
 
 def with_cpu_operators(region: fx.GraphModule, draw: DropoutFunction = dropout) -> fx.GraphModule:
@@ -82,15 +81,10 @@ def _cpu_operator(part: nn.Module, draw: DropoutFunction) -> nn.Module:
 
 
 def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
-    """Compile the region by ``torch.jit.script``, which takes operations on tensors only.
-
-    Raises:
-        ScheduleError: the region calls a layer with weights, or an operation that TorchScript does not know.
-    """
+    """Compile by ``torch.jit.script``; raise ``ScheduleError`` for layers with weights and operations that it does not know."""
     if layers := [_layer_of(node) for node in region.graph.nodes if node.target is call_layer]:
-        raise ScheduleError(
-            f"TorchScript takes no layers with weights, as {layers[0][0]!r}; leave these out of the subgraph, or use 'inductor'"
-        )
+        what = f"TorchScript takes no layers with weights, as {layers[0][0]!r}"
+        raise ScheduleError(f"{what}; leave these out of the subgraph, or use 'inductor'")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch advises torch.compile, which is the default here

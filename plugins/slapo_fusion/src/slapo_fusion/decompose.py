@@ -61,9 +61,8 @@ class DecomposePrimitive(Primitive):
         cls = _class_for(schedule.mod) if parts is None else _class_in_parts(type(schedule.mod))
         assert cls is not None
         new: Any = cls.__new__(cls)
-        vars(new).update(
-            {name: value.copy() if isinstance(value, dict) else value for name, value in vars(schedule.mod).items()}
-        )
+        state = vars(schedule.mod).items()
+        vars(new).update({name: value.copy() if isinstance(value, dict) else value for name, value in state})
         vars(new).pop("forward", None)
         share_hooks(schedule.mod, new)
         if parts is not None:
@@ -105,7 +104,7 @@ class Conv2dWithSeparateBias(nn.Conv2d):
         return found + self.bias.view(-1, 1, 1)
 
 
-class _Transposed:
+class _SeparateBiasMixin:
     """Transformers' Conv1D, whose weight is ``(in, out)``, with a separate bias addition."""
 
     _slapo_layer_class: type[nn.Module]
@@ -127,11 +126,13 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def _class_for(module: nn.Module) -> type[nn.Module] | None:
     cls = type(module)
     if _is_transposed(cls) and cls not in _CLASSES:
-        _CLASSES[cls] = type("Conv1DWithSeparateBias", (_Transposed, cls), {"__module__": __name__, "_slapo_layer_class": cls})
+        _CLASSES[cls] = type(
+            "Conv1DWithSeparateBias", (_SeparateBiasMixin, cls), {"__module__": __name__, "_slapo_layer_class": cls}
+        )
     return _CLASSES.get(cls)
 
 
-class _InParts:
+class _OutputPartsMixin:
     """Mixin of a projection that computes contiguous parts of its outputs separately.
 
     Attributes:
@@ -147,16 +148,12 @@ class _InParts:
         """Return the concatenated products of the parts."""
         weight = self.weight if self.outputs_first else self.weight.T
         if weight.shape[0] != sum(self.parts):
-            raise ScheduleError(
-                f"a projection in parts of {', '.join(map(str, self.parts))} outputs has {weight.shape[0]} now; leave "
-                "decompose(parts=) out where a projection is sharded",
-                primitive="decompose",
-            )
+            what = f"a projection in parts of {', '.join(map(str, self.parts))} outputs has {weight.shape[0]} now"
+            advice = "leave decompose(parts=) out where a projection is sharded"
+            raise ScheduleError(f"{what}; {advice}", primitive="decompose")
+        weights = torch.split(weight, list(self.parts))
         biases = (None,) * len(self.parts) if self.bias is None else torch.split(self.bias, list(self.parts))
-        products = [
-            F.linear(input, part, bias) for part, bias in zip(torch.split(weight, list(self.parts)), biases, strict=True)
-        ]
-        return torch.cat(products, dim=-1)
+        return torch.cat([F.linear(input, part, bias) for part, bias in zip(weights, biases, strict=True)], dim=-1)
 
 
 _IN_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
@@ -169,7 +166,7 @@ def _is_transposed(cls: type[nn.Module]) -> bool:
 def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _IN_PARTS:
         own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
-        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_InParts, cls), own)
+        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
     return _IN_PARTS[cls]
 
 
@@ -178,18 +175,15 @@ def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:
     module: Any = schedule.mod
     cls = type(module)
     if cls is not nn.Linear and not _is_transposed(cls):
-        raise _error(
-            schedule, f"a {cls.__name__} is no projection that parts can be taken of; a Linear or Transformers' Conv1D is"
-        )
+        what = f"a {cls.__name__} is no projection that parts can be taken of"
+        raise _error(schedule, f"{what}; a Linear or Transformers' Conv1D is")
     outputs = module.weight.shape[0 if cls is nn.Linear else 1]
     if type(parts) is int and parts > 1 and outputs % parts == 0:
         return (outputs // parts,) * parts
     sizes = tuple(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
     if len(sizes) < 2 or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != outputs:
-        raise _error(
-            schedule,
-            f"parts is {parts!r}, of {outputs} outputs; give a number of parts that divides them, or sizes that add up",
-        )
+        advice = "give a number of parts that divides them, or sizes that add up"
+        raise _error(schedule, f"parts is {parts!r}, of {outputs} outputs; {advice}")
     return sizes
 
 

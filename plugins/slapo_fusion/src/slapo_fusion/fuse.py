@@ -81,7 +81,7 @@ class FusePrimitive(Primitive):
 
 
 def _module(region: fx.GraphModule, function: RegionFunction, compiler: str | None) -> nn.Module:
-    return (_chain(region) if compiler is None else None) or Fused(region, function)
+    return (_chain(region) if compiler is None else None) or FusedRegion(region, function)
 
 
 def _module_for_call(make: Compiler, compiler: str | None, traced: fx.GraphModule, part: Any) -> nn.Module:
@@ -112,7 +112,7 @@ class RegionFunction:
 _compiled_functions: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = WeakKeyDictionary()
 
 
-class Fused(nn.Module):
+class FusedRegion(nn.Module):
     """One call for a region of a traced module.
 
     Args:
@@ -145,9 +145,8 @@ def _check_disjoint(schedule: Schedule, matches: Sequence[Any]) -> None:
 def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> None:
     for node in resolve_nodes(traced, match):
         if node.op == "call_module" and is_opaque(traced.get_submodule(str(node.target))):
-            raise _error(
-                schedule, f"{node.target!r} in the subgraph is sharded, hooked or wrapped; leave it out, or fuse first"
-            )
+            what = f"{node.target!r} in the subgraph is sharded, hooked or wrapped"
+            raise _error(schedule, f"{what}; leave it out, or fuse first")
 
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
@@ -184,12 +183,12 @@ def _region_key(region: fx.GraphModule) -> Any:
         return id(region)
     number = {node: index for index, node in enumerate(region.graph.nodes)}
 
-    def told(node: fx.Node) -> Any:
+    def node_key(node: fx.Node) -> Any:
         arguments = fx.map_arg((node.args, node.kwargs), lambda other: f"%{number[other]}")
         _, layer = node.meta.get(LAYER, ("", None))
         return node.op, node.target if node.op.startswith("call") else None, layer, repr(arguments)
 
-    return tuple(map(told, region.graph.nodes))
+    return tuple(map(node_key, region.graph.nodes))
 
 
 def _chain(region: fx.GraphModule) -> nn.Sequential | None:

@@ -90,9 +90,8 @@ class CheckpointPrimitive(Primitive):
         for name, option in (("a ratio", ratio), ("a budget", budget), ("order_args_fn", order_args_fn)):
             if option is not None:
                 raise _error(schedule, f"{name} is of modules; leave it out beside a subgraph")
-        matches = [
-            list(match) for match in matches_of(schedule, subgraph, "checkpoint")
-        ]  # the inputs of a match are not part of it
+        # as lists: the inputs of a match are not part of it
+        matches = [list(match) for match in matches_of(schedule, subgraph, "checkpoint")]
         for match in matches:
             _check_subgraph(schedule, match)
         return matches
@@ -146,9 +145,8 @@ def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
     count = round(ratio * len(children))
     if not count:
         raise _error(schedule, f"a ratio of {ratio} is none of {len(children)} modules; give a larger one, or leave it out")
-    return [
-        child for index, child in enumerate(children) if (index + 1) * count // len(children) > index * count // len(children)
-    ]
+    total = len(children)
+    return [child for index, child in enumerate(children) if (index + 1) * count // total > index * count // total]
 
 
 def _check_module(schedule: Schedule) -> None:

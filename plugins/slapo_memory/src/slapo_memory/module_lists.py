@@ -10,9 +10,7 @@ from slapo_core import Schedule
 def modules_of_list(schedule: Schedule, opens_sequential: bool = False) -> list[Schedule] | None:
     """Return the members of a module list without a forward of its own, each once; None for any other module.
 
-    Args:
-        schedule: Schedule of the module.
-        opens_sequential: Whether an ``nn.Sequential`` counts as a list.
+    With ``opens_sequential``, an ``nn.Sequential`` counts as a list.
     """
     mod = schedule.mod
     is_list = isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward

@@ -65,23 +65,18 @@ def _apply_with_rollback(
 ) -> Schedule:
     """Run a function, and undo its steps if it fails.
 
-    Args:
-        key: For errors.
-        function: The schedule.
-        classic: Whether it takes what ``apply_schedule`` was given, and not always a schedule.
-        given: A model or a schedule.
-        **config: The configuration.
+    A ``classic`` one takes what ``apply_schedule`` was given, and not always a schedule. ``key`` is for errors.
     """
     if not classic:
         schedule, options = _schedule_for(key, given, config)
     elif isinstance(given, Schedule):
         schedule, options = given, config
     else:
-        return _checked(key, function(given, **config))
+        return _require_schedule(key, function(given, **config))
     steps = len(schedule.journal)
     with restored_on_error(schedule.root_module):
         try:
-            return _checked(key, function(schedule, **options) or schedule)
+            return _require_schedule(key, function(schedule, **options) or schedule)
         except BaseException:
             with suppress(ScheduleError):  # the function has built the schedule
                 while len(schedule.journal) > steps:
@@ -89,7 +84,7 @@ def _apply_with_rollback(
             raise
 
 
-def _checked(key: str, found: Any) -> Schedule:
+def _require_schedule(key: str, found: Any) -> Schedule:
     if not isinstance(found, Schedule):
         raise ScheduleError(f"apply_schedule({key!r}): the function returned a {type(found).__name__}; return the schedule")
     return found

@@ -10,7 +10,6 @@ from slapo_core import Registry, default_registry
 
 
 def register(app: Any) -> None:
-    """Add the command to the command line."""
     import typer
 
     def models(
@@ -46,7 +45,6 @@ def model_rows(registry: Registry) -> list[dict[str, str]]:
 
 
 def table_of(rows: list[dict[str, str]]) -> str:
-    """Return the rows as a table."""
     columns = ("name", "summary", "distribution", "version")
     lines = [columns, *(tuple(row[column] for column in columns) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

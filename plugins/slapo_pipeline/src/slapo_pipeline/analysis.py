@@ -207,7 +207,7 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
     passed: dict[str, list[int]] = {}
     used: dict[str, list[int]] = {}
     for stage in program.stages:
-        reads = _reads(stage, is_last=stage is program.stages[-1])
+        reads = _read_names(stage, is_last=stage is program.stages[-1])
         for value in stage.inputs:
             boundaries.setdefault(value.name, value)
             (used if value.name in reads else passed).setdefault(value.name, []).append(stage.index)
@@ -220,7 +220,7 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
     return tuple(found)
 
 
-def _reads(stage: Stage, is_last: bool) -> set[str]:
+def _read_names(stage: Stage, is_last: bool) -> set[str]:
     """Return the names of the received values that a stage reads or returns as the model's; all if it has no graph."""
     graph = _graph(stage)
     if graph is None:

@@ -15,7 +15,7 @@ from .cut_pipeline_stage import refuse_inside_opaque
 from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import CUT_AT_MARKS
 from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import MarkRecorder
+from .tracing.pipe_split import record_marks
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 
@@ -71,15 +71,10 @@ class CutAtMarksPrimitive(Primitive):
 
 
 def marks_of_model(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them.
-
-    Args:
-        root: The model.
-        inputs: Its arguments by name.
-    """
-    with MarkRecorder(root) as marks, without_root_hooks(root):
+    """Return per mark the path of the module whose forward has it, in the order in which the model reaches them."""
+    with record_marks(root) as marks, without_root_hooks(root):
         trace_flat(root, unshared_tensors(inputs), [])
-    return marks.found
+    return marks
 
 
 def _marks_below(schedule: Schedule) -> list[tuple[str, int]]:

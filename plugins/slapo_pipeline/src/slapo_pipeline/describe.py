@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         last = stage is program.stages[-1]
         sent = ", ".join(found.results[stage.index]) if last else _values(program.stages[stage.index + 1].inputs)
         rows = {
-            "runs": ", ".join(_runs(stage.paths)) or nothing,
+            "runs": ", ".join(_join_consecutive(stage.paths)) or nothing,
             "holds": _parameters([stage.module]),
             "receives": _values(stage.inputs),
             "from the batch": ", ".join(stage.batch_inputs),
@@ -54,7 +55,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
         blocks.append("\n".join([f"stage {stage.index}", *lines]))
         if code:
-            blocks.append(_indented(stage_code(program, stage.index)))
+            blocks.append(textwrap.indent(stage_code(program, stage.index), "  "))
     return "\n\n".join(blocks)
 
 
@@ -85,7 +86,7 @@ def stage_code(program: Program, stage: int) -> str:
     return "\n".join(lines)
 
 
-def _runs(paths: Iterable[str]) -> list[str]:
+def _join_consecutive(paths: Iterable[str]) -> list[str]:
     """Return the paths with consecutive members of a list joined: ``h.0``, ``h.1``, ``h.2`` become ``h.0-2``."""
     runs: list[tuple[str, list[str]]] = []
     for path in paths:
@@ -135,10 +136,6 @@ def _bytes(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _call(node: fx.Node) -> str:

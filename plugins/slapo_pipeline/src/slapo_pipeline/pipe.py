@@ -18,6 +18,7 @@ from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner, check_cuts
 from .torch_pipe.split_points import annotated_points, split_points
 from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
+from .torch_pipe.stage_runtime import meta_like
 from .torch_pipe.transmitted_parameters import transmit_parameters
 from .tracing.cuts import Cut
 
@@ -212,7 +213,7 @@ def _make_pipe(
     program = transmit_parameters(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
     spec = _loss_spec(module, program)
     pipe = Pipe(PartitionedModule(program, (_PREFIX + "_{}").format), len(program.stages), spec is not None, spec)
-    pipe.example = torch.utils._pytree.tree_map_only(torch.Tensor, _meta, batch)
+    pipe.example = torch.utils._pytree.tree_map_only(torch.Tensor, meta_like, batch)
     return pipe
 
 
@@ -248,7 +249,3 @@ def _loss_spec(module: nn.Module, program: Program) -> Any:
         return own
     keys = result_keys(program.stages[-1].module)
     return {key: key == "loss" for key in keys} if keys is not None and "loss" in keys else None
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -77,7 +77,8 @@ class PipelinePrimitive(Primitive):
         inputs = unshared_tensors(named_batch(schedule.mod, schedule.example_inputs))
         if boundaries is None:
             with without_root_hooks(schedule.mod):
-                leaves = _leaves(schedule.mod, leaf_modules)
+                named = named_leaves(schedule.mod, leaf_modules, primitive=NAME)
+                leaves = {path for path, module in schedule.mod.named_modules() if id(module) in named}
                 return search_cuts(schedule.mod, inputs, _number(schedule, stages), balance, microbatches, leaves)
         if leaf_modules is not None:
             raise _error("both leaf_modules and boundaries are given, but boundaries say where stages end; give one of them")
@@ -110,12 +111,6 @@ class PipelinePrimitive(Primitive):
         schedule.metadata.primitives.update({NAME: table, CACHED_TRACE: kept})
         if not dist.is_initialized() or dist.get_rank() == 0:
             get_logger().info("pipeline: %d stages by %s\n%s", len(table.stages), table.balance, table)
-
-
-def _leaves(model: nn.Module, leaf_modules: Leaves) -> set[str]:
-    """Return the paths of the modules that the argument names."""
-    named = named_leaves(model, leaf_modules, primitive=NAME)
-    return {path for path, module in model.named_modules() if id(module) in named}
 
 
 def _error(message: str) -> ScheduleError:

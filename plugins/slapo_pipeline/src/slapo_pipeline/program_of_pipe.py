@@ -28,7 +28,7 @@ from slapo_tracing.nodes import difference, fingerprint
 
 from .partition.module_tree import assign_modules, prune_tree
 from .partition.partitioner import pipeline_ranks
-from .partition.tie_groups import tie_groups
+from .partition.tied_parameters import tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
@@ -128,15 +128,7 @@ def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
 
 
 class TorchPipeStage(nn.Module):
-    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names.
-
-    Args:
-        graph: The stage's module in the ``Pipe``.
-        root: The model.
-        keep: Paths of the members that the stage holds.
-        calls: Calls of all stages of the ``Pipe``.
-        index: Index of the stage.
-    """
+    """A stage of torch's ``Pipe`` with the calling convention of ``Stage``, and the model's parameters under their names."""
 
     def __init__(self, graph: nn.Module, root: nn.Module, keep: set[str], calls: StageCalls, index: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def generate_pipeline_partition(sch: Schedule) -> Schedule:
         ScheduleError: a cut leaves a stage with no node to run.
         TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """
-    top = _checked(sch).get_top_schedule()
+    top = _require_schedule(sch).get_top_schedule()
     if isinstance(top.mod, PartitionedModule):
         return top
     return _schedule_of_stages(top, build_program(top), 0)
@@ -75,7 +75,7 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
         ScheduleError: no schedule with this name around it.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    end = _end(_checked(sch), stop_at)
+    end = _end(_require_schedule(sch), stop_at)
     places = list(_cuts_below(sch, end))
     root = end.mod
     if isinstance(root, PartitionedModule):
@@ -97,7 +97,7 @@ def add_partition_notation(sch: Schedule, idx: int) -> None:
         sch: Schedule of a stage, or of any module.
         idx: Number of the stage.
     """
-    for _, handle in _checked(sch).named_schedules():
+    for _, handle in _require_schedule(sch).named_schedules():
         handle.metadata.partition_idx = idx
 
 
@@ -136,7 +136,7 @@ def partitioned_program(schedule: Schedule) -> Program | None:
     return module.program
 
 
-def _checked(sch: Any) -> Schedule:
+def _require_schedule(sch: Any) -> Schedule:
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot partition a {type(sch).__name__}; give what create_schedule returned")
     return sch
@@ -190,13 +190,9 @@ def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
         found.append((args, kwargs))
 
     sandbox = Sandbox(root, inputs, fake=True)
-    with sandbox.open(grad=True):
-        handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-        try:
-            args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(inputs, root))
-            root(*args, **kwargs)
-        finally:
-            handle.remove()
+    with sandbox.open(grad=True), module.register_forward_pre_hook(note, prepend=True, with_kwargs=True):
+        args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(inputs, root))
+        root(*args, **kwargs)
     if not found:
         raise ScheduleError(
             f"{sch.path!r} is not called when the model runs on the example inputs; give another module", path=sch.path

@@ -64,13 +64,13 @@ _last_fork: dict[str, Any] = {"state": None, "backward": NO_BACKWARD}
 def _fork() -> Iterator[None]:
     """Enter the tracker's fork; refuse a recomputation that draws without having restored the forward's state."""
     tracker = get_cuda_rng_tracker()
-    before, backward = _tracked(), backward_pass()
+    before, backward = _tracker_states(), backward_pass()
     stale = backward not in (NO_BACKWARD, _last_fork["backward"]) and before.get("cpu") is _last_fork["state"]
     try:
         with tracker.fork():
             yield
     finally:
-        after = _tracked()
+        after = _tracker_states()
         _last_fork.update(state=after.get("cpu"), backward=backward)
         if stale and any(not torch.equal(after[device], state) for device, state in before.items()):
             raise ScheduleError(
@@ -79,7 +79,7 @@ def _fork() -> Iterator[None]:
             )
 
 
-def _tracked() -> dict[str, torch.Tensor]:
+def _tracker_states() -> dict[str, torch.Tensor]:
     return get_cuda_rng_tracker().get_states().get(MODEL_PARALLEL_RNG, {})
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from slapo_core import hookspec
 
 if TYPE_CHECKING:
-    from .planning.execution.layer_backends import LayerBackend
-    from .rules.sharding_rule import ShardingRule
+    from slapo_sharding import LayerBackend, ShardingRule
 
 
 @hookspec
@@ -45,7 +44,7 @@ def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[
     With ``parallel_loss=True`` the function is also asked for a module that computes the loss from sharded logits.
 
     ``"module:NAME"`` is imported when a schedule first asks for it. The function's arguments and result are those of
-    ``slapo_sharding.planning.execution.layer_backends.LayerBackend``.
+    ``slapo_sharding.LayerBackend``.
 
     Example:
         >>> @hookimpl

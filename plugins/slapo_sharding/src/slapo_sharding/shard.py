@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import fx
 
@@ -60,19 +61,10 @@ class ShardPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(
-        schedule: Schedule,
-        name: str | Sequence[str],
-        axis: int,
-        blocks: Blocks = None,
-        *,
-        copied: Sequence[int] = (),
-        gathered: bool = False,
-        uneven: bool = False,
-    ) -> ShardStep:
-        """Plan the step."""
-        with _untraced(schedule):
-            return ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
+    def check(schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, **options: Any) -> ShardStep:
+        """Plan the step; the options are those of ``apply``."""
+        with _untraced_module(schedule):
+            return ShardPlanner(schedule, name, axis, blocks, **options).plan()
 
     @staticmethod
     def apply(
@@ -87,14 +79,14 @@ class ShardPrimitive(Primitive):
         checked: ShardStep,
     ) -> None:
         """Apply the planned step."""
-        with _untraced(schedule) as was_traced:
+        with _untraced_module(schedule) as was_traced:
             if was_traced:  # the step was planned for modules of another ``as_untraced`` block
                 checked = ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
             apply_step(schedule, checked)
 
 
 @contextmanager
-def _untraced(schedule: Schedule) -> Iterator[bool]:
+def _untraced_module(schedule: Schedule) -> Iterator[bool]:
     """Put back the untraced module and its parent in the block, and yield whether one of them was traced."""
     is_traced = any(at is not None and isinstance(at.mod, fx.GraphModule) for at in (schedule, schedule.parent))
     with as_untraced(schedule) if is_traced else nullcontext():

@@ -76,20 +76,9 @@ class SyncPrimitive(Primitive):
     over_group = True
 
     @staticmethod
-    def check(
-        schedule: Schedule,
-        mode: str,
-        sync_op_or_fn: str | Callable[..., Any],
-        axis: int | None = None,
-        *,
-        backward: str | None = None,
-        of: Sequence[str] | None = None,
-        tensor_parallel_output_grad: bool | None = None,
-    ) -> Sync:
-        """Make the hook."""
-        if tensor_parallel_output_grad is not None:
-            backward = _backward(schedule.path, sync_op_or_fn, backward, tensor_parallel_output_grad)
-        return _make(schedule, mode, sync_op_or_fn, axis, backward, of)
+    def check(schedule: Schedule, mode: str, sync_op_or_fn: Any, axis: int | None = None, **options: Any) -> Sync:
+        """Make the hook; the options are those of ``apply``."""
+        return _make(schedule, mode, sync_op_or_fn, axis, **options)
 
     @staticmethod
     def apply(
@@ -134,17 +123,17 @@ def _make(
     mode: str,
     op: str | Callable[..., Any],
     axis: int | None,
-    backward: str | None,
-    of: Sequence[str] | None,
+    backward: str | None = None,
+    of: Sequence[str] | None = None,
+    tensor_parallel_output_grad: bool | None = None,
 ) -> Sync:
-    """Return the hook.
-
-    Raises:
-        ScheduleError: the arguments do not go together.
-    """
+    """Return the hook; raise ``ScheduleError`` if the arguments do not go together."""
 
     def error(message: str) -> ScheduleError:
         return ScheduleError(message, path=schedule.path, primitive="sync")
+
+    if tensor_parallel_output_grad is not None:
+        backward = _backward(op, backward, tensor_parallel_output_grad, error)
 
     if mode not in _MODES:
         raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
@@ -169,18 +158,15 @@ def _make(
         raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
     _check_gather(schedule, mode, op, error)
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
-    shared = None
-    if mode == "bwd_post":
-        shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of))
+    shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of)) if mode == "bwd_post" else None
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
 
-def _backward(path: str, op: Any, backward: str | None, is_partial: Any) -> str:
+def _backward(op: Any, backward: str | None, is_partial: Any, error: Callable[[str], ScheduleError]) -> str:
     """Return the backward that ``tensor_parallel_output_grad`` stands for."""
     if not isinstance(is_partial, bool) or op != "all_gather" or backward is not None:
         asked = f"tensor_parallel_output_grad is {is_partial!r} for {op!r} with backward={backward!r}"
-        message = f"{asked}; give True or False for 'all_gather', without backward"
-        raise ScheduleError(message, path=path, primitive="sync")
+        raise error(f"{asked}; give True or False for 'all_gather', without backward")
     return "reduce_scatter" if is_partial else "split"
 
 
@@ -255,9 +241,8 @@ def _are_summed_by_plan(parameters: Mapping[str, nn.Parameter]) -> bool:
 def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Callable[[str], ScheduleError]) -> None:
     own = _named_parameters(schedule, of)
     if isinstance(of, str) or (of is not None and not own.keys() >= {*of}):
-        raise error(
-            f"of is {of!r}; give names of trainable parameters of the module itself: {', '.join(trainable(schedule.mod))}"
-        )
+        known = ", ".join(trainable(schedule.mod))
+        raise error(f"of is {of!r}; give names of trainable parameters of the module itself: {known}")
     if op != "all_reduce":
         raise error(f"grad takes all_reduce, not {op!r}; sum the gradients")
     if (applied := applied_cut(schedule.mod)) is not None and not applied.keeps_own:

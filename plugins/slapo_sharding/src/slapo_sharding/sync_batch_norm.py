@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -39,15 +38,12 @@ class SyncBatchNormPrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule) -> list[nn.Module]:
         """Find the layers."""
-        layers = list(_layers(schedule))
+        layers = [part for part in schedule.mod.modules() if _has_batch_norm_forward(part)]
         others = [path for path, part in schedule.mod.named_modules() if _has_other_forward(part)]
         if not layers:
             found = f"; {others[0]!r} has a forward of its own, which may compute something else" if others else ""
-            raise ScheduleError(
-                f"no BatchNorm here or below{found}; call it on a module with BatchNorm layers",
-                path=schedule.path,
-                primitive="sync_batch_norm",
-            )
+            message = f"no BatchNorm here or below{found}; call it on a module with BatchNorm layers"
+            raise ScheduleError(message, path=schedule.path, primitive="sync_batch_norm")
         if others:
             left = ", ".join(others)
             get_logger().warning("sync_batch_norm leaves %s as it is: its forward is not that of BatchNorm", left)
@@ -60,10 +56,6 @@ class SyncBatchNormPrimitive(Primitive):
         for layer in checked:
             if statistics_of(layer) is None:
                 wrap_forward(layer, ReplicaStatistics(group), innermost=True)
-
-
-def _layers(schedule: Schedule) -> Iterator[nn.Module]:
-    return (part for part in schedule.mod.modules() if _has_batch_norm_forward(part))
 
 
 def _has_batch_norm_forward(module: Any) -> bool:

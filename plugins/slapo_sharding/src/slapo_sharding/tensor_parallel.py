@@ -12,7 +12,7 @@ from torch import fx, nn
 from slapo_core import Primitive, Schedule, ScheduleError, get_logger, is_sharded
 from slapo_tracing.graphs import as_untraced
 
-from .planning.derivation.replicated_modules import first_rank_only
+from .planning.derivation.replicated_modules import first_rank_only, plan_error
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
 from .planning.dry_run.layout_error import NOT_DIVISIBLE
@@ -30,7 +30,7 @@ from .planning.published_plan import (
     undeclared_parameters,
 )
 from .rules.parametrizations import parametrization_of
-from .rules.rulebook import described, rules_of
+from .rules.rulebook import describe_class, rules_of
 from .rules.sharding_rule import Cut
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
@@ -85,7 +85,7 @@ class TensorParallelPrimitive(Primitive):
             _check_backend(schedule, sequence_parallel, backend)
         with as_untraced(schedule):
             _check_untouched(schedule, plan)
-            steps = _planned(schedule, plan, sequence_parallel)
+            steps = _steps_of_plan(schedule, plan, sequence_parallel)
             if parallel_loss:
                 losses.plan_with_sharded_logits(schedule, _vocabulary(schedule) if steps is None else steps)
             return steps
@@ -120,7 +120,7 @@ def _split(
     derived = steps is None
     if steps is None:
         steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
-    elif plan is not None and (shown := _as_derived(schedule, steps)):
+    elif plan is not None and (shown := _apply_as_derived(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
@@ -136,7 +136,7 @@ def _split(
         _guard_optional_outputs(schedule, sequence_parallel)
 
 
-def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
+def _apply_as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     """Apply the layers of a given plan like a derived one, if the model's forward verifies it.
 
     Steps of styles for layers that gather, scatter or reduce by themselves are left to the caller.
@@ -149,9 +149,8 @@ def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     split = any(is_sharded(value) for value in schedule.mod.parameters())
     if not traced or split or "moe_tp_experts" in steps.values():
         return set()
-    outputs = {
-        path: "sharded" if steps[path].endswith("colwise") else "reduced" for path in done if steps[path] in BESIDE_SHARDED
-    }
+    styles = {path: steps[path] for path in done if steps[path] in BESIDE_SHARDED}
+    outputs = {path: "sharded" if style.endswith("colwise") else "reduced" for path, style in styles.items()}
     if not outputs:
         return set()
     reason = apply_given_plan(schedule, outputs)
@@ -186,7 +185,7 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
     elif plan is None and split:
         message = f"{split[0]!r} is sharded already; call tensor_parallel before shard, or give plan= for what is still whole"
     if message is not None:
-        raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+        raise plan_error(schedule, message)
 
 
 def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None:
@@ -196,7 +195,7 @@ def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None
         schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
 
 
-def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
+def _steps_of_plan(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
     """Return the steps of a plan that is given or published; None if one can be derived instead."""
     if sequence_parallel:
         _check_derivable(schedule, plan)
@@ -226,12 +225,8 @@ def _check_backend(schedule: Schedule, sequence_parallel: bool, backend: str) ->
     """Refuse a backend that does not exist."""
     layer_backends.backend_of(schedule, backend)
     if sequence_parallel:
-        raise ScheduleError(
-            "layers of an engine split values along its own dimension for the sequence, not along dimension 1; "
-            "leave out sequence_parallel, or backend",
-            path=schedule.path,
-            primitive="tensor_parallel",
-        )
+        what = "layers of an engine split values along its own dimension for the sequence, not along dimension 1"
+        raise plan_error(schedule, f"{what}; leave out sequence_parallel, or backend")
 
 
 def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -243,7 +238,7 @@ def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None
     elif schedule.example_inputs is None:
         message = "where the sequence can be split shows when the model runs; give example_inputs to create_schedule"
     if message is not None:
-        raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+        raise plan_error(schedule, message)
 
 
 def _plan_problem(plan: Any) -> str | None:
@@ -261,14 +256,8 @@ def _plan_problem(plan: Any) -> str | None:
 
 
 def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the path of every sharded module with its style.
-
-    Raises:
-        ScheduleError: no plan is known, or it does not fit the model.
-    """
-
-    def error(message: str) -> ScheduleError:
-        return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+    """Return the path of every sharded module with its style; raise ``ScheduleError`` if no plan is known, or none fits."""
+    error = partial(plan_error, schedule)
 
     known = published_plan if schedule.example_inputs is not None else tensor_parallel_plan
     given = known(schedule.mod) if plan is None else plan
@@ -280,7 +269,8 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         found = _match(schedule, key)
         owners = _match(schedule, key, parameter=True) if not found else []
         if not found and not owners and plan is not None:
-            hint = f"{_guess(key, _names_like(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
+            like = {without_block_numbers(path) if "*" in key else path for path, _ in schedule.mod.named_modules()}
+            hint = f"{_guess(key, like)}give a path or glob below {schedule.path or 'the model'!r}"
             raise error(f"the plan's {key!r} matches no module; {hint}")
         steps.update(dict.fromkeys(found, style))
         stacked.update(dict.fromkeys(owners, key))
@@ -296,34 +286,28 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
-        if wrapper := next(_without_rule(schedule, steps), None):
+        if wrapper := next(_layers_without_rule(schedule, steps), None):
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
-            why = f"a {described(module)}, which no sharding rule covers"
+            why = f"a {describe_class(module)}, which no sharding rule covers"
             if computed := parametrization_of(module):
                 why = f"whose {computed}, and a part of it does not follow from parts"
             raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
-            raise error(
-                f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
-            )
+            what = f"{undeclared[0]!r} may be used on sharded or on replicated values"
+            raise error(f"{what}, the published plan is silent; give plan=")
         if schedule.example_inputs is not None and (left := first_unplanned_layer(schedule.mod, steps, rules_of(schedule))):
             raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
         steps.update(_vocabulary(schedule))
     return steps
 
 
-def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
+def _layers_without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
     """Yield the layers of a plan that no sharding rule splits as planned, such as adapters around projections."""
     rules = rules_of(schedule)
     ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}
     planned = ((path, style.endswith("rowwise")) for path, style in steps.items() if style in BESIDE_SHARDED)
-    return (path for path, rows in planned if not any(rules.ways(schedule.mod.get_submodule(path), *ways[rows])))
-
-
-def _names_like(key: str, model: nn.Module) -> set[str]:
-    """Return the paths of all modules, as globs if the key is a glob."""
-    return {without_block_numbers(path) if "*" in key else path for path, _ in model.named_modules()}
+    return (path for path, rows in planned if not any(rules.cuts_between(schedule.mod.get_submodule(path), *ways[rows])))
 
 
 def _guess(name: str, known: Iterable[str]) -> str:
@@ -348,7 +332,7 @@ def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None =
     if blocks is None and not _known_blocks(schedule):
         blocks = 1  # published plans name only layers whose plain split does not mix blocks
     cut = _cut(schedule, "replicated", "sharded")
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
     if gathered:
         schedule.sync("fwd_post", "all_gather", axis=cut.dim)
@@ -357,7 +341,7 @@ def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None =
 
 def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = None) -> bool:
     cut = _cut(schedule, "sharded", "partial")
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     if split:
         schedule.sync("fwd_pre", "scatter", axis=cut.dim)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, uneven=cut.uneven)
@@ -400,12 +384,12 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
-    for cut in rules_of(schedule).ways(schedule.mod, input, output):
+    for cut in rules_of(schedule).cuts_between(schedule.mod, input, output):
         return cut
-    message = f"no sharding rule splits a {described(schedule.mod)} this way; take it out of the plan"
+    message = f"no sharding rule splits a {describe_class(schedule.mod)} this way; take it out of the plan"
     if computed := parametrization_of(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
-    raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+    raise plan_error(schedule, message)
 
 
 def _known_blocks(schedule: Schedule) -> bool:

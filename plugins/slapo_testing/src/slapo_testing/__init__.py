@@ -1,7 +1,5 @@
 """Testing kit for Slapo and for plugin authors: worker processes, numerical comparison, isolated plugins."""
 
-from __future__ import annotations
-
 from slapo_verify.comparison import assert_equivalent
 
 from .plugin_isolation import isolated_plugins

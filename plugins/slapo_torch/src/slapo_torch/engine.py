@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, compare_across_ranks, mesh_groups, raise_on_all_ranks
+from slapo_core import BuildError, Program, compare_across_ranks, mesh_groups, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import (
@@ -23,11 +23,12 @@ from slapo_training.batches import (
     split,
     variadic_argument,
 )
-from slapo_training.checkpoint import SaveHandle
+from slapo_training.checkpoint import Buffers
+from slapo_training.distributed import Ranks, all_reduce
 from slapo_training.ema import AveragedEngine, MasterValue
 from slapo_training.engines import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
-from slapo_training.losses import NO_GRADIENT, LabelMean
+from slapo_training.losses import NO_GRADIENT, LabelMean, ReplicaFailedError
 from slapo_training.model import Piece, TrainingMode
 from slapo_training.optimizers import OptimizerConstruction, adopt_optimizer
 from slapo_training.optimizers.introspection import groups_in
@@ -37,6 +38,7 @@ from .checkpoint import model_state
 from .checkpoint.loader import load_checkpoint
 from .checkpoint.saver import CheckpointState, TorchSaver
 from .gradients.ddp import DDPReplicas, check_dense
+from .gradients.reduction import average_gradients
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
 from .step.engine_step import EngineStep, Runner
@@ -79,6 +81,8 @@ class TorchEngine(AveragedEngine):
             ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
         grad_norm: Norm of all gradients of the last step before clipping; None without ``clip`` and after an fp16 overflow.
     """
+
+    _saver: TorchSaver
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program = program
@@ -162,48 +166,21 @@ class TorchEngine(AveragedEngine):
         return loss
 
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """Return the mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._run_step(EngineStep(args, batch, training=False))[1]
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
-        """Write a checkpoint to the directory ``path``; replaces an earlier checkpoint there.
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        return self._saver.prepare_save(path, self._checkpoint_state(), position, ranks, copies)
 
-        Args:
-            path: Directory, the same on every rank.
-            extra: Plain data that ``load`` returns, e.g. the data loader's position; the same on every rank.
-            wait: False to return once all data is copied, and to write it while training continues. The next save, load or
-                close waits for the write and raises its error.
-
-        Returns:
-            Handle of the write; the checkpoint is complete after its ``wait()``.
-        """
-        self.averages.check_idle("save")
-        return self._saver.save(path, self._checkpoint_state(), Position(self.steps, extra), wait)
-
-    def load(self, path: str | PathLike[str]) -> Any:
-        """Restore a checkpoint of ``save``: exactly on the same layout, with the same losses on any other layout.
-
-        Random states are restored on the same layout only. On another layout dropout uses new random numbers, derived from
-        the checkpoint's random state and from each rank's seed.
-
-        Returns:
-            The ``extra`` of ``save``.
-
-        Raises:
-            BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
-        """
-        self.averages.check_idle("load")
-        self._saver.finish_last_save()
+    def _load(self, path: str | PathLike[str]) -> Position:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
-            self.steps, extra = load_checkpoint(path, self._checkpoint_state())
-        return extra
+            return load_checkpoint(path, self._checkpoint_state())
 
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's pieces of the parameters and persistent buffers, each under its first original name."""
         return model_state.pieces(self.module)
 
     def masters(self) -> Iterator[MasterValue]:
-        """Iterate over trained parameters and buffers of this rank; see ``AveragedEngine.masters``."""
         return model_state.master_values(self.module)
 
     def _checkpoint_state(self) -> CheckpointState:
@@ -316,7 +293,7 @@ class TorchEngine(AveragedEngine):
             # the same programs, unless the model has changed
             programs = [self.program.replan(step.training, part) for part in step.parts]
         plan: StagePlan | None = self._plans.get(key)
-        if plan is None or not plan.serves(programs):
+        if plan is None or not plan.is_plan_of(programs):
             plan = self._plans[key] = StagePlan(
                 programs, self.options, step.schedule, self._own_stages, backward, self._replicas
             )
@@ -367,7 +344,7 @@ class TorchEngine(AveragedEngine):
         """Return the mean loss over micro-batches and replicas, or raise any rank's error on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((each.ignore_index for each in result.counted if isinstance(each, LabelMean)), self._ignored)
-        used = self._shards.used() if self._shards is not None else ()
+        used = self._shards.used_ids() if self._shards is not None else ()
         unchecked = training and self._parameters.num_unchecked(used)
         if training and result.failure is None:
             result.failure = self._parameters.sparse_gradient(clips=bool(self.options.clip))
@@ -383,7 +360,8 @@ class TorchEngine(AveragedEngine):
         step.has_unused, step.has_unchecked = bool(unused), bool(unchecked)
         if failures:
             self._reset_gradients()
-            raise_on_all_ranks(result.own_failure, self._mesh)
+            # where another replica failed, this rank only reports that one's error
+            raise_on_all_ranks(None if isinstance(result.failure, ReplicaFailedError) else result.failure, self._mesh)
         if training and not gradients:
             self._reset_gradients()
             raise BuildError(NO_GRADIENT)
@@ -415,7 +393,8 @@ class TorchEngine(AveragedEngine):
         if self._replicas is not None and step.has_unused:
             self._replicas.clear_unused_gradients()
         if self._averages_after_backward:
-            self._parameters.average_over_replicas()
+            assert self._mesh is not None
+            average_gradients(self._parameters.trainable, self._mesh["dp"].get_group())
         if step.gradient_factor != 1.0:
             self._parameters.scale(step.gradient_factor)
         self._parameters.reduce_ties()

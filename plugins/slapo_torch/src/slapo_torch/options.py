@@ -42,7 +42,6 @@ class Options(CommonOptions):
     record_timeline: bool = False
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that must be equal on all ranks, beside those that ``build`` compares."""
         schedule = f"pipeline_schedule={self.pipeline_schedule!r}"
         if is_file(self.pipeline_schedule):  # its path may differ between ranks
             schedule = f"a pipeline_schedule of crc {zlib.crc32(Path(self.pipeline_schedule).read_bytes()):#x}"
@@ -54,7 +53,6 @@ class Options(CommonOptions):
         ]
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         kind_of(str(self.pipeline_schedule))
         if self.data_parallel not in DATA_PARALLEL:

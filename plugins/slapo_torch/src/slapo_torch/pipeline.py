@@ -25,7 +25,7 @@ from .gradients.ddp import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import TensorHookRecorder, can_split
+from .pipelining.split_backward import can_split, note_tensor_hooks
 from .pipelining.varying_stage import VaryingStage
 from .step.gradient_accumulation import StepResult
 from .step.microbatch_weights import MicroBatchWeight
@@ -80,11 +80,8 @@ class RunningStage(VaryingStage):
         self._select(fwd_chunk_id)
         self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        hooks = TensorHookRecorder()
-        with hooks if self.splits else nullcontext():
+        with note_tensor_hooks(lambda: self._hooked.add(fwd_chunk_id)) if self.splits else nullcontext():
             output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
-        if hooks.found:
-            self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
             if self.is_last:
                 note_failure(feed["labels"], self.result.failure)
@@ -108,7 +105,7 @@ class RunningStage(VaryingStage):
         run = super().backward_one_chunk
 
         def attempt() -> None:
-            full = full_backward or not self._splits(bwd_chunk_id, loss)
+            full = full_backward or not self._can_split(bwd_chunk_id, loss)
             if full and not full_backward:
                 self._whole.add(bwd_chunk_id)
             run(bwd_chunk_id, loss, full, last_backward)
@@ -139,21 +136,17 @@ class RunningStage(VaryingStage):
             self._run_and_note_error("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
         return self._record_message_start("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._record_message_start("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the activations of a micro-batch."""
         return self._record_message_start("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch."""
         return self._record_message_start("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _record_message_start(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -168,13 +161,7 @@ class RunningStage(VaryingStage):
             self.result.record(self.stage_index, kind, microbatch, start)
 
     def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
-        """Begin a step; parameters have no gradients.
-
-        Args:
-            feed: Keyword arguments of each micro-batch's forward.
-            training: True if backwards follow.
-            result: Receives losses, errors and actions.
-        """
+        """Begin a step; parameters have no gradients. The result receives losses, errors and actions."""
         self.feed, self.result = feed, result
         self._first = GradientUnaliasing(self._calls) if training else None
 
@@ -196,7 +183,7 @@ class RunningStage(VaryingStage):
     def _num_inputs(self, microbatch: int) -> int:
         return len(self._layouts[microbatch][0])
 
-    def _splits(self, microbatch: int, loss: Any) -> bool:
+    def _can_split(self, microbatch: int, loss: Any) -> bool:
         """Return True if a micro-batch's backward can be split; the first stage runs all of it in the second part."""
         if self.is_first:
             return True
@@ -226,11 +213,6 @@ class StagePlan:
     """This rank's stages, prepared for micro-batches of given shapes in one mode.
 
     Args:
-        programs: Program of each micro-batch, often the same one.
-        options: Options of the engine.
-        schedule: Pipeline schedule and number of micro-batches.
-        own_stages: Indices of this rank's stages.
-        training: True if backwards run.
         replicas: DDP of the stage, with one stage per rank; or None.
     """
 
@@ -258,13 +240,12 @@ class StagePlan:
             stage.splits = has_split_backward(self._schedule)
         self._targets = torch.arange(microbatches)
 
-    def serves(self, programs: Sequence[Program]) -> bool:
+    def is_plan_of(self, programs: Sequence[Program]) -> bool:
         """Return True if the plan was made of these same programs."""
         return all(own is other for own, other in zip(self.programs, programs, strict=True))
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the stages of all ranks."""
         return [stage.module for program in self.programs for stage in program.stages]
 
     def run(self, parts: list[Batch], labels: list[Any], weight: MicroBatchWeight) -> StepResult:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slapo_core import BuildError, Program, all_reduce, raise_on_all_ranks
+from slapo_core import BuildError, Program, raise_on_all_ranks
 
 from .batches.microbatches import Batch, fingerprint
+from .distributed.ranks import all_reduce
 from .label_weights import LabelWeights
 
 __all__ = ["BatchFingerprints", "check_boundaries", "check_contents", "check_shapes", "replica_extremes"]
@@ -21,10 +22,8 @@ _NOTHING = -(2**40)
 class BatchFingerprints(NamedTuple):
     """Numbers that ranks compare: a fingerprint of the batch's shape, two label counts, and a fingerprint of row counts.
 
-    Args:
-        low: Smallest numbers of this rank's micro-batches.
-        high: Largest numbers of this rank's micro-batches.
-        inputs: Fingerprint of the stages' inputs, which must be equal in one replica.
+    ``low`` and ``high`` are the extremes over this rank's micro-batches. ``inputs`` is the fingerprint of the stages' inputs,
+    which must be equal in one replica.
     """
 
     low: list[int]
@@ -36,7 +35,6 @@ class Cut(NamedTuple):
     """Split batch of this rank.
 
     Args:
-        parts: Micro-batches.
         counts: Label counts of each micro-batch by each candidate, see ``label_counts``.
         kinds: Indices of the candidates that may be the labels of the loss.
         shape: Fingerprint of names, shapes and dtypes.
@@ -53,14 +51,9 @@ class Cut(NamedTuple):
 
 
 def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut]) -> tuple[list[Batch], LabelWeights, bool]:
-    """Split this rank's batch, and compare it with the batches of the other ranks. Collective.
+    """Split this rank's batch by ``cut``, which sends nothing, and compare it with the other ranks' batches. Collective.
 
     Without an error there is one small reduction; two if micro-batches have different numbers of labels.
-
-    Args:
-        program: The program; its mesh has the ranks.
-        device: Device of messages.
-        cut: Splits the batch, with no message to other ranks.
 
     Returns:
         The micro-batches, their weights, and whether marks differ.
@@ -94,7 +87,6 @@ def replica_extremes(program: Program, content: int, known: bool) -> list[int]:
     A reduction by maximum fills all slots. Without ranks that share a batch there are no slots.
 
     Args:
-        program: The program; its mesh has the ranks.
         content: Number of this rank that must be equal in its replica, e.g. a fingerprint of its batch.
         known: False if this rank has no number.
     """
@@ -140,15 +132,8 @@ def check_shapes(high: int, low: int) -> None:
         )
 
 
-def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
-    """Return the weights of micro-batches from new label counts. Collective.
-
-    Args:
-        program: The program; its mesh has the ranks.
-        device: Device of messages.
-        counts: Label counts as in ``Cut``.
-        kinds: Indices of candidates as in ``Cut``.
-    """
+def compute_weights(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
+    """Return the weights of micro-batches from new label counts and kinds as in ``Cut``. Collective."""
     row = torch.tensor(_label_fingerprints(counts, kinds), dtype=torch.int64, device=device)
     high, is_ambiguous, low = all_reduce(row, program.mesh, dist.ReduceOp.MAX).tolist()
     return _weights(program, device, counts, differs=high != -low, is_ambiguous=bool(is_ambiguous))

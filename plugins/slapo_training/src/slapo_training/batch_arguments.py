@@ -31,9 +31,6 @@ def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any]
 
     Args:
         model: The unmodified model, or a module with its forward's signature.
-        args: Positional arguments.
-        given: Keyword arguments.
-        options: Options of the engine.
 
     Raises:
         BuildError: the forward does not accept as many arguments, or an argument is given twice.
@@ -117,5 +114,4 @@ def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _is_list(parameter: inspect.Parameter) -> bool:
-    """Return True if a parameter is annotated as a sequence."""
     return parameter.annotation is not parameter.empty and _LISTS.search(str(parameter.annotation)) is not None

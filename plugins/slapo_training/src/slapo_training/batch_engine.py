@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core import BuildError, Program, all_reduce, gather_objects
-from slapo_training.batches.microbatches import variadic_argument
+from slapo_core import BuildError, Program, gather_objects
 
-from .batch_agreement import Cut, cut_together, weigh
+from .batch_agreement import Cut, compute_weights, cut_together
 from .batch_arguments import arguments_of
 from .batches.microbatches import (
     Batch,
@@ -27,17 +26,19 @@ from .batches.microbatches import (
     label_counts,
     signature,
     split,
+    variadic_argument,
 )
-from .distributed.ranks import run_on_all_ranks
+from .distributed.ranks import all_reduce, run_on_all_ranks
 from .ema import AveragedEngine
-from .first_step import FirstStep, GradientScale
+from .first_step import FirstStep
+from .first_step.injected_gradients import divide_gradients
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses.microbatch_loss import note_failure
 from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 from .model.state_rollback import state_rollback
-from .options.common_options import CommonOptions
-from .step_loss_check import BatchLosses
+from .options.engine_options import EngineOptions
+from .step_losses import CheckedStepLosses
 
 __all__ = ["BatchEngine", "MicroBatches"]
 
@@ -61,21 +62,13 @@ class BatchEngine(AveragedEngine):
 
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
-    Args:
-        program: The program that runs.
-        options: Those common to all engines.
-        parts: Micro-batches of a batch.
-        dtype: Of floating-point weights, and of what the model gets.
-        trains: Whether there is an optimizer.
-
     Attributes:
-        program: The program that runs.
         steps: Batches that were trained, those before the checkpoint that was loaded included.
         grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """
 
-    def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
-        self.program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
+    def __init__(self, program: Program, options: EngineOptions) -> None:
+        self.program, self._common, self._trains = program, options, options.trains
         self._kinds: set[LabelKey] | None = None
         self._ignored, self._is_told = options.ignored_label, False
         self._is_broken = self._is_half_read = self._is_closed = False
@@ -84,16 +77,12 @@ class BatchEngine(AveragedEngine):
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
         self.moves_parameters = self.takes_gradients = False
         self.superseded = ""
-        self._losses: BatchLosses | None = None
+        self._losses: CheckedStepLosses | None = None
         self._hidden = HiddenLabels(program)
         self._first = FirstStep(program, options)
 
-    def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Note which of this rank's parameters are trained from now on."""
-        self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
-
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that this rank trains, by name; none once the engine is closed."""
         found = {} if self._is_closed or not self._trains else self._trained
         return {name: parameter for name, (parameter, is_trained) in found.items() if is_trained}
@@ -109,12 +98,7 @@ class BatchEngine(AveragedEngine):
 
     @abstractmethod
     def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[LossReduction]]:
-        """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions.
-
-        Args:
-            batch: The micro-batches.
-            training: Whether the model runs in training mode.
-        """
+        """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions."""
 
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
@@ -147,7 +131,7 @@ class BatchEngine(AveragedEngine):
         cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
-            with GradientScale(parameter for parameter, _ in self._trained.values()).divided_by(scale):
+            with divide_gradients((parameter for parameter, _ in self._trained.values()), scale):
                 loss, reductions = self._train(cut)
             self._compare(reductions, cut, training=True)
         except Exception as err:
@@ -164,7 +148,6 @@ class BatchEngine(AveragedEngine):
 
     @torch.no_grad()
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
-        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         self._check_weights()
         cut = self._cut(args, batch, training=False)
 
@@ -176,9 +159,10 @@ class BatchEngine(AveragedEngine):
         forward = partial(self._forward, cut, training=False)
         return self._losses_of().evaluate(cut.parts, cut.labels, self.module, forward, run)
 
-    def _losses_of(self) -> BatchLosses:
+    def _losses_of(self) -> CheckedStepLosses:
         if self._losses is None:
-            self._losses = BatchLosses(self.program, self._common, self.device, partial(run_on_all_ranks, program=self.program))
+            on_all_ranks = partial(run_on_all_ranks, program=self.program)
+            self._losses = CheckedStepLosses(self.program, self._common, self.device, on_all_ranks)
         return self._losses
 
     @torch.no_grad()
@@ -187,7 +171,7 @@ class BatchEngine(AveragedEngine):
         self._evaluate(batch._replace(labels=labels), training)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _load_context(self) -> Iterator[None]:
         """While a checkpoint is put into the engine: if that breaks off, it does nothing before another one is loaded."""
         self._is_half_read = True
         yield
@@ -211,14 +195,11 @@ class BatchEngine(AveragedEngine):
             return own
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
-        has_loss_fn, given_parts = (
-            self._common.loss_fn is not None,
-            [self._common.batch_rows.without_variable_sizes(part) for part in parts],
-        )
-        labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
+        given_parts = [self._common.batch_rows.without_variable_sizes(part) for part in parts]
+        labels = [None if self._common.loss_fn is None else part.pop("labels", None) for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
-            return MicroBatches(parts, labels, LabelWeights.alike(len(parts)))
+            return MicroBatches(parts, labels, LabelWeights.equal(len(parts)))
         batch = MicroBatches(parts, labels, weights)
         is_new = not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1
         reductions = self._trial_reductions(batch, training) if weights.is_open or is_new else None
@@ -226,11 +207,11 @@ class BatchEngine(AveragedEngine):
             keys, weights = self._learn_labels(reductions, given_parts, keys, weights)
             batch = batch._replace(weights=weights)
         if self._kinds is not None:
-            weights.known = self._known(keys)
+            weights.known = self._known_indices(keys)
             weights.kind = weights.known[0]
         if reductions is not None:
             self._compare(reductions, batch, training)
-        weights.is_shown = self._hidden.are_shown(training)
+        weights.is_shown = training in self._hidden.shown
         return batch
 
     def _own_cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> tuple[list[LabelKey], Cut]:
@@ -238,7 +219,7 @@ class BatchEngine(AveragedEngine):
         if training:
             self._check_frozen()
         batch, rows = arguments_of(self.program.module, args, given, self._common), self._common.batch_rows
-        parts = split(batch, self._number, several=variadic_argument(self.program.module), rows=rows)
+        parts = split(batch, self._common.parts, several=variadic_argument(self.program.module), rows=rows)
         if training:
             self._check_trained(parts[0])
         check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
@@ -246,7 +227,7 @@ class BatchEngine(AveragedEngine):
         alike = [rows.without_variable_sizes(part) for part in parts]
         keys, counts = label_counts(alike, self._ignored, self._is_told)
         shape, marks = fingerprint([training, signature(alike[0])]), self._first.marks(parts, training)
-        return keys, Cut(parts, counts, self._known(keys), shape, content_fingerprint(batch), marks)
+        return keys, Cut(parts, counts, self._known_indices(keys), shape, content_fingerprint(batch), marks)
 
     def _learn_labels(
         self, reductions: list[LossReduction], parts: list[Batch], keys: list[LabelKey], weights: LabelWeights
@@ -254,12 +235,12 @@ class BatchEngine(AveragedEngine):
         """Find by a batch's losses which labels count. Return what may be its labels, and the weights, anew. Collective."""
         if self._learns_ignored(reductions):
             keys, counts = label_counts(parts, self._ignored, self._is_told)
-            weights = weigh(self.program, self.device, counts, self._known(keys))
+            weights = compute_weights(self.program, self.device, counts, self._known_indices(keys))
         if weights.is_open:
             self._kinds = {keys[kind] for kind in self._kinds_of(reductions, weights, len(keys))}
         return keys, weights
 
-    def _known(self, keys: Sequence[LabelKey]) -> list[int]:
+    def _known_indices(self, keys: Sequence[LabelKey]) -> list[int]:
         """Return the indices of those that the loss may be a mean over, by what losses have shown."""
         found = [index for index, key in enumerate(keys) if self._kinds is not None and key in self._kinds]
         return found or [*range(len(keys))]
@@ -296,9 +277,8 @@ class BatchEngine(AveragedEngine):
 
     def _in_precision(self, part: Batch) -> Batch:
         """A micro-batch with its floating-point tensors in the type of the weights."""
-        if self._dtype is torch.float32:
+        if (dtype := self._common.dtype) is torch.float32:
             return part
-        dtype = self._dtype
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -315,11 +295,6 @@ class BatchEngine(AveragedEngine):
 
     def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:
         """Return the kinds of labels that the loss may count, see ``LabelWeights``; the same on all ranks. Collective.
-
-        Args:
-            losses: The reductions of micro-batches, on ranks that compute losses.
-            weights: The weights of these micro-batches.
-            number: How many kinds there are.
 
         Raises:
             BuildError: on all ranks: the losses count labels differently.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from os import PathLike
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from torch import nn
 from slapo_core import Program, compare_across_ranks
 
 from .batch_engine import BatchEngine
-from .checkpoint.async_save import Buffers, SaveHandle, Saver
-from .distributed.ranks import Ranks, run_on_all_ranks
+from .checkpoint.async_save import Saver
+from .distributed.ranks import run_on_all_ranks
 from .engines import parameter_ownership, stale_engines
-from .engines.checkpoint_files import Position
 from .engines.dialect import holds_copies
 from .engines.gradient_comparison import GradientComparison
 from .engines.initial_weights import check_same_start
@@ -33,10 +31,6 @@ __all__ = ["ExternalEngine"]
 class ExternalEngine(BatchEngine):
     """An engine around that of another project, which sums gradients over micro-batches and steps by itself.
 
-    Args:
-        program: The program that runs.
-        options: Those of the engine.
-
     Attributes:
         module: This rank's stage, or the model.
         optimizer: The other project's, around the one given; None where there is none.
@@ -49,13 +43,13 @@ class ExternalEngine(BatchEngine):
     _hooks: StepHooks
 
     def __init__(self, program: Program, options: EngineOptions) -> None:
-        super().__init__(program, options, options.parts, options.dtype, options.trains)
+        super().__init__(program, options)
         self._saver = Saver(program)
         compare_across_ranks(options.rank_invariants(), program.mesh)
         stale_engines.abandon_stale()
 
     @contextmanager
-    def _built(self) -> Iterator[None]:
+    def _build_context(self) -> Iterator[None]:
         """Build the engine inside; on an error give back what it holds of the process."""
         try:
             yield
@@ -70,10 +64,7 @@ class ExternalEngine(BatchEngine):
     def _check_parameters(self, module: nn.Module, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
         """Check the parameters of this rank's stages, and take the user's hooks off them. Collective.
 
-        Args:
-            module: The stages.
-            named: Their parameters by name.
-            replicas: Whether data-parallel ranks have to begin with the same values, too.
+        With ``replicas``, data-parallel ranks have to begin with the same values, too.
         """
         parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
         self._hooks = StepHooks(self.program, module, self._common.gradient_hooks == "step")
@@ -86,11 +77,9 @@ class ExternalEngine(BatchEngine):
     ) -> None:
         """Begin the checks of each step, when the other project's engine is made.
 
-        Args:
-            named: The parameters of this rank's stages by name.
-            shape_of: Returns the shape of a parameter's gradient, where the engine empties the parameter itself.
+        ``shape_of`` returns the shape of a parameter's gradient, where the engine empties the parameter itself.
         """
-        self._remember_trained(named)
+        self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
         self._gradients = GradientComparison(self.program, named, shape_of)
         self._unused = UnusedParameters(self.program, named, self._common.target)
 
@@ -103,45 +92,7 @@ class ExternalEngine(BatchEngine):
         """Note the norm of the step, unless several ranks hold the same part of a parameter, which it counts several times."""
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
-        """Write a checkpoint in the engine's own format, and the random states, to a directory; one there is replaced.
-
-        Args:
-            path: The same on every rank.
-            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
-            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
-                save, load or close waits for it, and raises what kept it from being written.
-
-        Returns:
-            The checkpoint that is being written; it is complete after its ``wait()``.
-        """
-        self._check_weights()
-        self.averages.check_idle("save")
-        position = Position(self.steps, extra)
-        with self._calling():
-            return self._saver.write(lambda ranks, copies: self._prepare_save(path, position, ranks, copies), wait)
-
-    def load(self, path: str | PathLike[str]) -> Any:
-        """Go on exactly from what ``save`` wrote.
-
-        Also on another layout, by original names; random numbers are then new ones, derived from the checkpoint's.
-
-        Returns:
-            What was given to ``save`` as ``extra``.
-
-        Raises:
-            BuildError: no complete checkpoint, or one of something else, and nothing has changed; or the engine cannot read it
-                to its end, and does nothing before another one is loaded.
-        """
-        self._check_open()
-        self.averages.check_idle("load")
-        self._saver.finish_last_save()
-        with self._calling():
-            self.steps, extra = self._load(path)
-        return extra
-
     def averaging_problem(self) -> str:
-        """Return what of this engine cannot be averaged."""
         return "" if self._trains else "an engine without an optimizer"
 
     def close(self) -> None:
@@ -157,25 +108,10 @@ class ExternalEngine(BatchEngine):
             self._release_process()
 
     def abandon(self) -> None:
-        """Let go of an engine whose process group is gone."""
         if not self._is_closed:
             self._is_closed = True
             self._hooks.give_back()
             self._abandon()
-
-    def _calling(self) -> AbstractContextManager[object]:
-        """Return a context for calls of the other project's code."""
-        return nullcontext()
-
-    @abstractmethod
-    def _prepare_save(
-        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
-    ) -> Callable[[Ranks], None]:
-        """Return a writer of the engine as it is now, see ``Saver.write``. Collective."""
-
-    @abstractmethod
-    def _load(self, path: str | PathLike[str]) -> Position:
-        """Read a checkpoint into the engine. Collective."""
 
     @abstractmethod
     def _detach(self) -> None:

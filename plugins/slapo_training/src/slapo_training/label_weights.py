@@ -53,7 +53,7 @@ class LabelWeights:
         self.gradient = 1.0
 
     @classmethod
-    def alike(cls, parts: int) -> LabelWeights:
+    def equal(cls, parts: int) -> LabelWeights:
         """Return the weights of micro-batches that count alike, whatever labels they have."""
         return cls([(0, 0)] * parts, (0, 0), parts, differs=False)
 
@@ -62,7 +62,7 @@ class LabelWeights:
         """True if it matters which of the numbers counts, and that is not known yet."""
         return self._differs and self._is_ambiguous
 
-    def shows(self, index: int, terms: Sequence[LabelMean]) -> bool:
+    def has_counts(self, index: int, terms: Sequence[LabelMean]) -> bool:
         """Return whether a micro-batch has each of these numbers of labels, in what is known to be the labels."""
         own = self._own[index]
         known = (*own[:2], *(own[kind] for kind in self.known))
@@ -86,15 +86,11 @@ class LabelWeights:
     def of(self, index: int, counted: LossReduction) -> float:
         """Return the factor of a micro-batch's loss.
 
-        Args:
-            index: Number of the micro-batch.
-            counted: The reduction of its loss.
-
         Raises:
             BuildError: micro-batches have different numbers of labels, and what this loss is a mean over cannot be told.
         """
         if not self._differs:
-            if self.is_shown and not self.shows(index, terms_of(counted)):
+            if self.is_shown and not self.has_counts(index, terms_of(counted)):
                 raise BuildError(OTHER_LABELS)
             return 1.0
         if self.kind not in self.kinds_of(index, counted):
@@ -102,7 +98,7 @@ class LabelWeights:
         assert self.kind is not None
         return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 
-    def weighted(self, index: int, loss: torch.Tensor, counted: LossReduction) -> torch.Tensor:
+    def weight_loss(self, index: int, loss: torch.Tensor, counted: LossReduction) -> torch.Tensor:
         """Return a micro-batch's loss times its factor; a mean over no labels, which is NaN, gives zero."""
         factor = self.of(index, counted)
         if factor != 1.0:

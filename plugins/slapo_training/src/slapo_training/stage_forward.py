@@ -15,20 +15,16 @@ from .label_weights import LabelWeights
 from .losses.microbatch_loss import CountedLoss, check_has_gradient, run_stage
 from .losses.reductions import LossReduction
 
-__all__ = ["StageForward", "numbered"]
+__all__ = ["StageForward", "enumerate_micro_batches"]
 
 
 class StageForward(nn.Module):
     """A stage as an engine calls it, once for each micro-batch in order; it finds its arguments of the batch by name.
 
     Args:
-        program: The program whose stage it is.
-        index: Number of the stage.
         loss_of: Computes the loss in the last stage.
 
     Attributes:
-        stage: The module that runs the current micro-batch.
-        is_last: Whether it gives the loss.
         counted: Reductions of the losses of this step.
     """
 
@@ -44,12 +40,7 @@ class StageForward(nn.Module):
         self._weights: LabelWeights | None = None
 
     def _begin(self, programs: Sequence[Program], weights: LabelWeights | None) -> None:
-        """Begin a step.
-
-        Args:
-            programs: One for each micro-batch.
-            weights: What each micro-batch weighs in the loss; None for all alike.
-        """
+        """Begin a step; without ``weights`` all micro-batches weigh alike in the loss."""
         self._planned = [each.stages[self._index] for each in programs]
         self.counted, self._weights = [], weights
         self._select(0)
@@ -58,16 +49,10 @@ class StageForward(nn.Module):
         self._modules["stage"], self._names = self._planned[microbatch].module, self._planned[microbatch].batch_inputs
 
     def _run(self, index: int, part: Batch, labels: Any, received: Sequence[torch.Tensor]) -> Any:
-        """Run one micro-batch.
+        """Run one micro-batch; return its weighted loss in the last stage, in others the values that the next one receives.
 
         Args:
-            index: Its number.
-            part: The model's arguments.
-            labels: For the loss function.
             received: The values that the stage before gave.
-
-        Returns:
-            Its weighted loss in the last stage; in others the values that the next stage receives.
         """
         self._select(index)
         batch = {name: part[name] for name in self._names if name in part}
@@ -77,9 +62,8 @@ class StageForward(nn.Module):
         loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
-        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
+        return loss if self._weights is None else self._weights.weight_loss(index, loss, counted)
 
 
-def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
-    """Iterate over number, arguments and labels of micro-batches."""
+def enumerate_micro_batches(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
     return iter([*zip(range(len(parts)), parts, labels, strict=True)])

@@ -12,9 +12,10 @@ from torch import nn
 from slapo_core import Program
 
 from .batches.microbatches import Batch
-from .losses.replica_loss import ReplicaLoss
+from .losses.microbatch_loss import MicroBatchLoss
+from .losses.replica_loss import ReplicaLoss, SinglePass
 from .losses.weighted_terms import LossTerms
-from .model.state_rollback import buffer_rollback
+from .model.state_rollback import buffer_rollback, state_rollback
 from .options.common_options import CommonOptions
 
 __all__ = ["StepLosses"]
@@ -27,9 +28,6 @@ class StepLosses:
     """Replaces the labels of each micro-batch by its loss, with one of these options.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        device: Device of this rank.
         on_all_ranks: Runs an action, and returns its result only if no rank failed. Collective.
         precision: Function that makes the engine's precision context of ``loss_fn``.
     """
@@ -66,12 +64,7 @@ class StepLosses:
     ) -> list[Any]:
         """Return the losses of micro-batches in training, or their labels without the options. Collective.
 
-        Args:
-            parts: The micro-batches.
-            labels: The labels of each.
-            module: This rank's stages.
-            forward: Runs the micro-batches forward.
-            scale: Loss scale of fp16.
+        ``forward`` runs the micro-batches through this rank's stages.
 
         Raises:
             BuildError: on all ranks, before the step: the outputs do not fit the options.
@@ -83,7 +76,7 @@ class StepLosses:
         loss, rows = self._replica_loss, self._rows.count(parts[0])
         loss.scale = scale
         if len(parts) == 1:
-            return [loss.single_pass(labels[0], rows)]
+            return [SinglePass(loss, labels[0], rows)]
         passes = loss.first_passes(len(parts))
         with buffer_rollback(module.modules()):
             forward([*passes])
@@ -99,12 +92,8 @@ class StepLosses:
     ) -> torch.Tensor:
         """Return the loss of an evaluation. Collective.
 
-        Args:
-            parts: The micro-batches.
-            labels: The labels of each.
-            module: This rank's stages.
-            forward: Runs the micro-batches forward.
-            run: Runs the micro-batches with losses in the places of labels, and returns the mean loss.
+        ``forward`` runs the micro-batches through this rank's stages; ``run`` does so with losses in the places of labels,
+        and returns the mean loss.
         """
         if self._terms is not None:
             return run(self._weighted_losses(self._terms, labels, module, forward, training=False))
@@ -129,3 +118,46 @@ class StepLosses:
     ) -> list[Any]:
         """Return the losses by ``loss_weights``. Collective."""
         return [*terms.losses(labels, training)]
+
+
+class CheckedStepLosses(StepLosses):
+    """Losses of an engine that cannot continue after an error within a step: an extra forward before it checks the terms."""
+
+    def _weighted_losses(
+        self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool
+    ) -> list[Any]:
+        if not terms.is_checked(training):
+            trials = [_DeferredErrorLoss(each) for each in terms.losses(labels, training)]
+            with state_rollback(module.modules()):
+                forward([*trials])
+
+            def check() -> None:
+                for each in trials:
+                    each.check()
+
+            self._on_all_ranks(check)
+            terms.end(training)
+        return super()._weighted_losses(terms, labels, module, forward, training)
+
+
+class _DeferredErrorLoss(MicroBatchLoss):
+    """Loss of a micro-batch whose error is deferred until ``check``."""
+
+    def __init__(self, loss: MicroBatchLoss) -> None:
+        self._loss = loss
+        self._error: Exception | None = None
+
+    def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
+        return self._loss.run(stage, index)
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return the loss, or zero after an error."""
+        try:
+            return self._loss.loss(output).detach()
+        except Exception as err:
+            self._error = err
+            return torch.zeros(())
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error

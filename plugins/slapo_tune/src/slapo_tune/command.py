@@ -38,7 +38,6 @@ is printed in any case."""
 
 
 def register(app: Any) -> None:
-    """Add the command to the command line."""
     import typer
 
     rest = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False, "help_option_names": []}

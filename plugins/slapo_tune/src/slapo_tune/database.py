@@ -56,7 +56,7 @@ class Database:
             self.db[key] = data
             return
         try:
-            with self._locked():
+            with self._file_lock():
                 merged = {**self.db, **self._read(), key: data}
                 self._write(json.dumps(merged, indent=2).encode())
         except OSError as err:
@@ -73,9 +73,9 @@ class Database:
         return Path(os.path.realpath(self.db_file_name))  # a link stays one
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _file_lock(self) -> Iterator[None]:
         """Hold the file lock in the block; the system releases it if the process ends."""
-        lock = os.open(self._beside(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(self._sibling_path(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -98,7 +98,7 @@ class Database:
 
     def _write(self, content: bytes) -> None:
         """Replace the file atomically; overwrite the temporary file of a writer that was killed, as the lock is held."""
-        unfinished = self._beside(".unfinished")
+        unfinished = self._sibling_path(".unfinished")
         try:
             with open(unfinished, "wb") as file:
                 file.write(content)
@@ -114,7 +114,7 @@ class Database:
         finally:
             os.close(folder)
 
-    def _beside(self, suffix: str) -> Path:
+    def _sibling_path(self, suffix: str) -> Path:
         return self._file.with_name(self._file.name + suffix)
 
 

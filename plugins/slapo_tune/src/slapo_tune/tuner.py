@@ -30,9 +30,7 @@ class Settings:
 
     Args:
         program: Program and arguments that start the script, before its own.
-        script: Name of the script, as the user gave it.
         arguments: Arguments of the script, with the names of symbols in the places of their values.
-        configuration: The configuration file.
         timeout: Seconds a trial may take; None for any.
         error_stop: After a trial that failed: go on, leave out the later values of the innermost symbol, or end.
     """
@@ -67,12 +65,9 @@ class Results:
 
 
 class Tuner:
-    """Runner of the trials of a space, one after the other.
+    """Runner of the trials of a space, one after the other; those with a result in the database do not run again.
 
-    Args:
-        settings: What to run.
-        database: Database of results; configurations with a result do not run again.
-        interruption: Ends the run before the next trial, and a running trial.
+    ``interruption`` ends the run before the next trial, and a running trial.
     """
 
     def __init__(self, settings: Settings, database: Database, interruption: Interruption) -> None:
@@ -96,7 +91,7 @@ class Tuner:
     def run(self) -> Results:
         """Run the trials that the database does not have, and return all results."""
         for number, values in enumerate(self._traversal, 1):
-            with self._interruption.deferred():  # no result of a trial is lost
+            with self._interruption.defer_signals():  # no result of a trial is lost
                 record = self._take(number, values)
             if record is None or self._interruption.number is not None:
                 break
@@ -110,21 +105,23 @@ class Tuner:
     def _take(self, number: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the record of a configuration, from the database or of a trial now; None after an interruption."""
         name = Space.cfg_dict_to_str(values)
-        origin, record = "from the database, ", self._known(name)
+        origin, record = "from the database, ", self._find_record(name)
         if record is None:
             origin, record = "", self._run(values)
             if record is None:
                 return None
             self._database.commit(self._key(name), record)
         self.results.records[name] = record
-        self._tell(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
+        outcome = record["error"] or f"{record['throughput']:.5g} samples/s in {record['seconds']:.1f} s"
+        news = f"tune: trial {number}/{self.results.total} {name}: {origin}{outcome}"
+        print(news, file=sys.stderr, flush=True)
         return record
 
     def _key(self, name: str) -> str:
         """Return the database's key: the command with the symbols' names in it, and their values."""
         return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
 
-    def _known(self, name: str) -> dict[str, Any] | None:
+    def _find_record(self, name: str) -> dict[str, Any] | None:
         """Return the record of a finished trial, or None; reads the file again, as another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
@@ -135,7 +132,6 @@ class Tuner:
         return None if more_time else record
 
     def _run(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Run a trial and return its record, or None after an interruption."""
         settings = self._settings
         arguments = [substitute(argument, values) for argument in settings.arguments]
         try:
@@ -163,7 +159,8 @@ class Tuner:
         if output.timed_out:
             problem = f"was killed at the time limit of {self._settings.timeout:g} s"
         elif output.exit_code:
-            problem = f"ended {_ending(output.exit_code)}"
+            code = output.exit_code
+            problem = f"ended with exit code {code}" if code > 0 else f"ended by {signal_name(-code)}"
         elif result is None:
             problem = f"printed no throughput, as in {json.dumps({'throughput': 12.5})}"
         elif reason := invalid_throughput(result["throughput"]):
@@ -174,10 +171,6 @@ class Tuner:
         said = f"the end of its output: {words}" if words else "it printed nothing"
         return f"{Path(self._settings.script).name} {problem}; {said}"
 
-    @staticmethod
-    def _tell(news: str) -> None:
-        print(f"tune: {news}", file=sys.stderr, flush=True)
-
 
 def _is_record(found: Mapping[str, Any]) -> bool:
     """Return whether an entry of the database has the form of a trial's record, rather than one written by hand."""
@@ -186,13 +179,3 @@ def _is_record(found: Mapping[str, Any]) -> bool:
     numbers = [found["seconds"], *([] if found["time_limit"] is None else [found["time_limit"]])]
     outcome = isinstance(found["error"], str) if found["error"] is not None else not invalid_throughput(found["throughput"])
     return outcome and all(isinstance(number, (int, float)) for number in numbers)
-
-
-def _ending(exit_code: int) -> str:
-    return f"with exit code {exit_code}" if exit_code > 0 else f"by {signal_name(-exit_code)}"
-
-
-def _outcome(record: Mapping[str, Any]) -> str:
-    if record["error"] is not None:
-        return str(record["error"])
-    return f"{record['throughput']:.5g} samples/s in {record['seconds']:.1f} s"

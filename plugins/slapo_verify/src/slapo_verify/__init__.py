@@ -17,10 +17,11 @@ keep processes of their own, because they have global state.
 
 from __future__ import annotations
 
+from .comparison.equivalence import Tolerance
 from .comparison.report import Report
 from .ranks.thread_ranks import run_as_threads
-from .training_runs.reference_run import Trained
+from .training_runs.reference_run import TrainingResults
 from .verify import Verify, verify
 from .verify_engine import verify_engine
 
-__all__ = ["Report", "Trained", "Verify", "run_as_threads", "verify", "verify_engine"]
+__all__ = ["Report", "Tolerance", "TrainingResults", "Verify", "run_as_threads", "verify", "verify_engine"]

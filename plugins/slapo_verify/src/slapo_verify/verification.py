@@ -14,7 +14,6 @@ from torch import nn
 
 from slapo_core import get_logger, is_sharded
 
-from .comparison.equivalence import Difference
 from .comparison.model_results import (
     ComparisonTask,
     ModelResults,
@@ -27,8 +26,8 @@ from .comparison.model_results import (
 )
 from .comparison.report import Report
 from .comparison.rounding import is_half, is_rounding_like, tolerance_of, with_dtype, with_rounding
-from .comparison.staged_model import Staged, as_built
-from .comparison.tensor_leaves import Unopened
+from .comparison.staged_model import StagedModel, as_built
+from .comparison.tensor_leaves import OpaqueObject
 from .diagnosis.cause import ComparedModels, cause_of, step_of
 from .model_setup.dropouts import dropout_disabled
 from .model_setup.fused_parameters import added_parameters
@@ -44,21 +43,21 @@ def compare_models(models: ComparedModels, task: ComparisonTask, blame: bool) ->
     with torch.inference_mode(False), _comparable(models, task) as notes:
         if kinds := autocast():
             notes.append(f"autocast is off in both models, for {' and '.join(kinds)}")
-        return _compared(models, task, blame, notes)
+        return _compare_models(models, task, blame, notes)
 
 
-def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: list[str]) -> Report:
+def _compare_models(models: ComparedModels, task: ComparisonTask, blame: bool, notes: list[str]) -> Report:
     top, ranks = models.sch, models.ranks
     runs: nn.Module = ranks.run_on_all(lambda: as_built(top))
-    if isinstance(runs, Staged):
+    if isinstance(runs, StagedModel):
         notes.append(f"{runs.count} stages, one after the other in one process")
-    expected, task = _expected(models, task)
+    expected, task = _expected_results(models, task)
     running = _FailureFlag()
     try:
         actual = compute(runs, task, expected, ranks, running)
     except Exception as error:
         if blame and running.failed:  # on all ranks, which are in step
-            _note(error, str(step_of(models, runs, task, expected)))
+            _add_note(error, str(step_of(models, runs, task, expected)))
         raise
     actual, parts = gather_outputs(expected, actual, top.group)
     own, wide = list(compare(expected, actual, task.tolerance)), None
@@ -71,15 +70,13 @@ def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: 
         if wide is None:
             notes.append("the models do not both run in float32, where rounding would hide less")
     elif models.user_tolerance is None and any(ranks.gather(bool(own))):
-        task = _rounded(models, task, expected, closely=True)
+        task = _measure_rounding(models, task, expected, closely=True)
         own = list(compare(expected, actual, task.tolerance))
-    found = _first_rank_differences(models, own)
+    found = next(filter(None, models.ranks.gather(own)), None)  # of the first rank that has any; the same on all ranks
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes += [
-        *_not_compared(task, expected, parts),
-        *_only_in_one(models.reference, runs, task, missing_parameters(expected, actual)),
-    ]
+    notes += _notes_on_uncompared(task, expected, parts)
+    notes += _notes_on_unmatched(models.reference, runs, task, missing_parameters(expected, actual))
     if found is None and wide is not None and not wide.ok:
         return replace(wide, notes=(*notes, "rounding hides it; this is of both models in float32"))
     if found is None:
@@ -94,57 +91,55 @@ def _compared(models: ComparedModels, task: ComparisonTask, blame: bool, notes: 
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 
-def _not_compared(task: ComparisonTask, expected: ModelResults, parts: Sequence[str]) -> Iterator[str]:
+def _notes_on_uncompared(task: ComparisonTask, expected: ModelResults, parts: Sequence[str]) -> Iterator[str]:
     """Yield notes on results that were not compared."""
     if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
         yield "nothing that the unmodified model returns has gradients, of which none are compared; give loss="
     if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
         yield "no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs"
-    if unopened := [path for path, each in expected.run.outputs if isinstance(each, Unopened)]:
-        yield (
-            f"output{unopened[0]} is not looked into, nor are {len(unopened) - 1} more"
-            if unopened[1:]
-            else (f"output{unopened[0]} is not looked into")
-        )
+    if unopened := [path for path, each in expected.run.outputs if isinstance(each, OpaqueObject)]:
+        more = f", nor are {len(unopened) - 1} more" if unopened[1:] else ""
+        yield f"output{unopened[0]} is not looked into{more}"
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"
 
 
-def _only_in_one(reference: nn.Module, runs: nn.Module, task: ComparisonTask, gone: Sequence[str]) -> Iterator[str]:
+def _notes_on_unmatched(reference: nn.Module, runs: nn.Module, task: ComparisonTask, gone: Sequence[str]) -> Iterator[str]:
     """Yield notes on parameters and buffers that only one model has."""
     if new := sorted(added_parameters(runs)):
-        yield f"the scheduled model trains {_first(new)} besides, which the unmodified one has not"
+        yield f"the scheduled model trains {_abbreviate(new)} besides, which the unmodified one has not"
     if gone:
-        yield f"it has no {_first(gone)} any more, which are not compared: slapo_weights.made_of says what a new one is made of"
+        what = f"it has no {_abbreviate(gone)} any more, which are not compared"
+        yield f"{what}: slapo_weights.made_of says what a new one is made of"
     now = dict(runs.named_buffers())
     lost = [name for name, _ in reference.named_buffers() if name not in now] if task.training else []
     if lost:
-        yield f"the scheduled model has no buffer {_first(lost)}"
+        yield f"the scheduled model has no buffer {_abbreviate(lost)}"
 
 
-def _first(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     """Return the first name, and the number of others."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
-def _expected(models: ComparedModels, task: ComparisonTask) -> tuple[ModelResults, ComparisonTask]:
+def _expected_results(models: ComparedModels, task: ComparisonTask) -> tuple[ModelResults, ComparisonTask]:
     """Return the results of the unmodified model, and the task with rounding errors. Collective."""
-    expected = _of_reference(models, lambda: compute(models.reference, task), lambda found: not found.draws)
+    expected = _run_reference(models, lambda: compute(models.reference, task), lambda found: not found.draws)
     if models.user_tolerance is not None:
         return expected, task
     task = replace(task, tolerance=tolerance_of(models.reference, expected.run.outputs))
-    return expected, _rounded(models, task, expected, closely=False)
+    return expected, _measure_rounding(models, task, expected, closely=False)
 
 
-def _rounded(models: ComparedModels, task: ComparisonTask, expected: ModelResults, closely: bool) -> ComparisonTask:
+def _measure_rounding(models: ComparedModels, task: ComparisonTask, expected: ModelResults, closely: bool) -> ComparisonTask:
     """Return the task with the rounding errors of the unmodified model, if these can be measured. Collective."""
 
     def run() -> ComparisonTask:
         return with_rounding(task, models.reference, expected, closely)
 
     try:
-        found = _of_reference(models, run, lambda _: not expected.draws)
+        found = _run_reference(models, run, lambda _: not expected.draws)
     except StrandedError:
         raise
     except Exception:  # on all ranks; its forward may fix a type
@@ -152,7 +147,7 @@ def _rounded(models: ComparedModels, task: ComparisonTask, expected: ModelResult
     return replace(task, tolerance=found.tolerance, rounded=found.rounded)
 
 
-def _of_reference(models: ComparedModels, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
+def _run_reference(models: ComparedModels, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
     """Run the unmodified model, once for ranks that are threads where it is the same. Collective."""
     if models.first or any(is_sharded(each) for each in models.reference.parameters()):  # it may meet the others while it runs
         return models.ranks.run_on_all(run)
@@ -162,13 +157,13 @@ def _of_reference(models: ComparedModels, run: Callable[[], T], is_for_all: Call
 def _in_float32(models: ComparedModels, task: ComparisonTask, blame: bool) -> Report | None:
     """Return the report for both models in float32, where rounding hides less; None if they do not run so. Collective."""
 
-    def wide() -> ComparedModels:
+    def models_in_float32() -> ComparedModels:
         sch, reference = copy_model(models.sch), copy_model(models.reference).float()
         sch.mod.float()
         return models._replace(reference=reference, sch=sch, in_float32=True)
 
     try:
-        return _compared(models.ranks.run_on_all(wide), with_dtype(task, torch.float32), blame, [])
+        return _compare_models(models.ranks.run_on_all(models_in_float32), with_dtype(task, torch.float32), blame, [])
     except StrandedError:
         raise
     except Exception:  # on all ranks; a step may have fixed the type
@@ -190,12 +185,7 @@ def _comparable(models: ComparedModels, task: ComparisonTask) -> Iterator[list[s
         yield [f"training mode: {what}"]
 
 
-def _first_rank_differences(models: ComparedModels, found: list[Difference]) -> list[Difference] | None:
-    """Return the differences of the first rank that has any, the same on all ranks; None if none has any."""
-    return next((each for each in models.ranks.gather(found) if each), None)
-
-
-def _note(error: Exception, text: str) -> None:
+def _add_note(error: Exception, text: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:

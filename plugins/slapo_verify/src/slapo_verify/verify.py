@@ -29,7 +29,7 @@ from .comparison.report import Report, short_repr
 from .comparison.rounding import check_tolerance, tolerance_of
 from .comparison.tensor_leaves import leaves_of
 from .diagnosis.cause import ComparedModels
-from .model_setup.meta_values import device_for, has_meta_parameters, materialize_from, materialized
+from .model_setup.meta_values import device_for, has_meta_parameters, materialize_from, materialize_models
 from .model_setup.model_copies import copy_model
 from .model_setup.step_replay import fresh_schedule
 from .ranks.failure_propagation import Ranks
@@ -79,12 +79,12 @@ def verify(
     top = _top(sch)
     ranks = Ranks.of(top.mesh, top.group)
 
-    def prepared() -> tuple[nn.Module, Schedule, ComparisonTask]:
+    def prepare_models() -> tuple[nn.Module, Schedule, ComparisonTask]:
         is_model = isinstance(reference, nn.Module) and reference is not top.mod
-        before, sch = materialized(reference, top, device_for(top.mod, None)) if is_model else (reference, top)
+        before, sch = materialize_models(reference, top, device_for(top.mod, None)) if is_model else (reference, top)
         return before, sch, _task(before, sch, inputs, level, loss, optimizer, tolerance, eval_mode)
 
-    before, sch, task = ranks.run_on_all(prepared)
+    before, sch, task = ranks.run_on_all(prepare_models)
     _check_alike(before, sch, task, tolerance, blame)
     models = ComparedModels(before, sch, lambda: fresh_schedule(before, sch), sch.journal.steps, tolerance, ranks)
     return compare_models(models, task, blame)
@@ -139,7 +139,7 @@ class Verify:
                 before = copy_model(self._top)
                 if has_meta_parameters(before.mod):
                     materialize_from(before.mod, self._top.mod, self._place)
-                self._task(*materialized(before.mod, self._top, self._place))
+                self._task(*materialize_models(before.mod, self._top, self._place))
             self._before, self._steps = before, tuple(self._top.journal.steps)
         return self
 
@@ -148,15 +148,14 @@ class Verify:
         if before is None or error is not None:
             return
         ranks = Ranks.of(self._top.mesh, self._top.group)
-        reference, top = ranks.run_on_all(lambda: materialized(before.mod, self._top, self._place))
+        reference, top = ranks.run_on_all(lambda: materialize_models(before.mod, self._top, self._place))
         task = ranks.run_on_all(lambda: self._task(reference, top))
         _check_alike(reference, top, task, self._tolerance, True)
         steps = self._top.journal.steps
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(self._steps, steps, strict=False)))
         undone = None if kept == len(self._steps) else "a step from before the block was undone in it"
-        models = ComparedModels(
-            reference, top, lambda: copy_model(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
-        )
+        fresh = lambda: copy_model(before)  # noqa: E731
+        models = ComparedModels(reference, top, fresh, steps[kept:], self._tolerance, ranks, kept, unknown=undone)
         self.report = compare_models(models, task, True)
         self.report.check()
 
@@ -231,9 +230,8 @@ def _task(
     shared = {id(each) for each in reference.parameters()}
     twice = [name for name, each in top.mod.named_parameters() if id(each) in shared]
     if twice:
-        raise VerifyError(
-            f"the reference and the scheduled model share {twice[0]!r}; schedule a copy.deepcopy of the reference"
-        )
+        what = f"the reference and the scheduled model share {twice[0]!r}"
+        raise VerifyError(f"{what}; schedule a copy.deepcopy of the reference")
     own = reference.named_parameters(remove_duplicate=False)
     names = {known for name, parameter in own for known in (name, *parameter_facts(parameter).names)}
     lacking = [name for own in top.original_names.values() for name in own if name not in names]

@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core import BuildError, Schedule, VerifyError, forward_signature, named_inputs, split_inputs
 
-from .comparison.equivalence import Difference, Tolerance, difference, of_named
+from .comparison.equivalence import Difference, Tolerance, difference, named_differences
 from .comparison.model_results import OptimizerFactory, autocast, default_modes
 from .comparison.report import Blame, Report, short_repr
 from .comparison.rounding import check_tolerance, rounding_error, tolerance_of
@@ -22,7 +22,7 @@ from .model_setup.dropouts import disable_dropout
 from .model_setup.model_copies import copy_model
 from .ranks.failure_propagation import StrandedError
 from .training_runs.engine_run import EngineRun, Scheduled, gather_over_schedule, schedule_factory
-from .training_runs.reference_run import LossFn, Trained, own_loss, sgd, sum_of_terms
+from .training_runs.reference_run import LossFn, TrainingResults, own_loss, sgd, sum_of_terms
 from .verify import verify
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +37,7 @@ def verify_engine(
     batch: Any,
     target: str = "torch",
     *,
-    against: str | Trained | None = None,
+    against: str | TrainingResults | None = None,
     steps: int = 1,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -83,7 +83,7 @@ def verify_engine(
         raise VerifyError(f"the reference is {short_repr(reference)}; give the unmodified model")
     batch = _by_name(reference, batch, has_labels=loss_fn is not None and options.get("loss_over") is None)
     check_tolerance(tolerance)
-    if against is not None and not isinstance(against, (str, Trained)):
+    if against is not None and not isinstance(against, (str, TrainingResults)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if function is not None and not callable(function):
@@ -97,7 +97,7 @@ def verify_engine(
         quiet = copy_model(reference)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         run = EngineRun(quiet, schedule_factory(schedule, quiet), given, steps, loss_fn, optimizer or sgd, options)
-        report = _verified(run, target, against, tolerance, blame)
+        report = _engine_report(run, target, against, tolerance, blame)
     kinds = [f"autocast is off, for {kind}" for kind in autocast()]
     return replace(report, notes=(*report.notes, *kinds))
 
@@ -121,12 +121,14 @@ def _by_name(reference: nn.Module, batch: Any, has_labels: bool) -> dict[str, An
         raise VerifyError(f"the batch does not fit: {err}") from err
 
 
-def _verified(run: EngineRun, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:
+def _engine_report(
+    run: EngineRun, target: str, against: str | TrainingResults | None, tolerance: Tolerance | None, blame: bool
+) -> Report:
     dropouts = len(disable_dropout(run.reference))
     expected = run.reference_results()
-    other = run.trained(against)[0] if isinstance(against, str) else against
-    found, sch, notes = run.trained(target)
-    judged = _judged(run, expected, found, other, sch, tolerance)
+    other = run.train(against)[0] if isinstance(against, str) else against
+    found, sch, notes = run.train(target)
+    judged = _compare_with_reference(run, expected, found, other, sch, tolerance)
     if judged.unseen:
         more = f" and {len(judged.unseen) - 1} more" if judged.unseen[1:] else ""
         what = f"by this optimizer the {judged.unseen[0]}{more} is rounding and nothing else"
@@ -142,7 +144,7 @@ def _verified(run: EngineRun, target: str, against: str | Trained | None, tolera
     return Report("step", compared, tuple(judged.wrong), judged.largest, cause, tuple(notes), subject, found)
 
 
-class _Judged(NamedTuple):
+class _EngineComparison(NamedTuple):
     """Results of an engine, beside those of the unmodified model.
 
     Args:
@@ -160,19 +162,24 @@ class _Judged(NamedTuple):
     unseen: list[str]
 
 
-def _judged(
-    run: EngineRun, expected: Trained, found: Trained, other: Trained | None, sch: Schedule, given: Tolerance | None = None
-) -> _Judged:
+def _compare_with_reference(
+    run: EngineRun,
+    expected: TrainingResults,
+    found: TrainingResults,
+    other: TrainingResults | None,
+    sch: Schedule,
+    given: Tolerance | None = None,
+) -> _EngineComparison:
     """Compare an engine's results with those of the unmodified model. Collective."""
-    allowed = given or _allowed(run, expected)
-    judged = _Judged(*_compared(expected, found, other, allowed, sch), allowed, [])
-    closely = _closely(run, expected, allowed) if judged.wrong and given is None else None
+    allowed = given or _default_tolerance(run, expected)
+    judged = _EngineComparison(*_compare_results(expected, found, other, allowed, sch), allowed, [])
+    closely = _float32_tolerance(run, expected, allowed) if judged.wrong and given is None else None
     if not all(gather_over_schedule(closely is not None, sch)) or closely is None:
         return judged
-    return _Judged(*_compared(expected, found, other, closely[0], sch), *closely)
+    return _EngineComparison(*_compare_results(expected, found, other, closely[0], sch), *closely)
 
 
-def _allowed(run: EngineRun, expected: Trained) -> Tolerance:
+def _default_tolerance(run: EngineRun, expected: TrainingResults) -> Tolerance:
     """Return the tolerance: by dtype, the rounding of a weight's update, and the precision's cost for the unmodified model."""
     precision = run.options.get("precision", "fp32")
     half = _HALF.get(precision)
@@ -189,7 +196,7 @@ def _allowed(run: EngineRun, expected: Trained) -> Tolerance:
     return replace(tolerance_of(nn.Linear(1, 1, dtype=half)), noise=noise)
 
 
-def _closely(run: EngineRun, expected: Trained, allowed: Tolerance) -> tuple[Tolerance, list[str]] | None:
+def _float32_tolerance(run: EngineRun, expected: TrainingResults, allowed: Tolerance) -> tuple[Tolerance, list[str]] | None:
     """The tolerance with what rounding in float32 does to the unmodified model, and the updates that are no more than that.
 
     An optimizer that divides by the size of a gradient, as Adam, makes large numbers of small ones that are all rounding. None
@@ -210,48 +217,54 @@ def _closely(run: EngineRun, expected: Trained, allowed: Tolerance) -> tuple[Tol
     return replace(allowed, noise=noise), unseen
 
 
-def _differences(expected: Trained, found: Trained, tolerance: Tolerance, prefix: str = "") -> Iterator[Difference]:
+def _differences(
+    expected: TrainingResults, found: TrainingResults, tolerance: Tolerance, prefix: str = ""
+) -> Iterator[Difference]:
     for what, one in expected.numbers().items():
-        yield from _named(prefix, difference(what, one, found.numbers()[what], tolerance))
+        yield from _prefix_names(prefix, difference(what, one, found.numbers()[what], tolerance))
     if prefix:
-        yield from _named(prefix, of_named("update", expected.updates, found.updates, tolerance))
+        yield from _prefix_names(prefix, named_differences("update", expected.updates, found.updates, tolerance))
         return
     for copy_ in found.copies:
         known = {name: value for name, value in expected.updates.items() if name in copy_}
-        yield from of_named("update", known, copy_, tolerance)
+        yield from named_differences("update", known, copy_, tolerance)
 
 
-def _named(prefix: str, found: Iterator[Difference]) -> Iterator[Difference]:
+def _prefix_names(prefix: str, found: Iterator[Difference]) -> Iterator[Difference]:
     return (replace(each, what=prefix + each.what, message=prefix + each.message) for each in found)
 
 
-def _compared(
-    expected: Trained, found: Trained, other: Trained | None, allowed: Tolerance, sch: Schedule
+def _compare_results(
+    expected: TrainingResults, found: TrainingResults, other: TrainingResults | None, allowed: Tolerance, sch: Schedule
 ) -> tuple[list[Difference], Difference | None, list[int]]:
     """Return the differences on the first rank that has any, the largest error, and all ranks with differences."""
     held = {name for names in gather_over_schedule([*{n for c in found.copies for n in c}], sch) for name in names}
     lacking = {name: value for name, value in expected.updates.items() if name not in held}
 
-    def look(tolerance: Tolerance) -> list[Difference]:
-        wrong = [*_differences(expected, found, tolerance), *of_named("update", lacking, {}, tolerance)]
+    def differences_within(tolerance: Tolerance) -> list[Difference]:
+        wrong = [*_differences(expected, found, tolerance), *named_differences("update", lacking, {}, tolerance)]
         if other is not None:
-            wrong += _differences(other, found, _wider(tolerance), f"against {other.target}: ")
+            wrong += _differences(other, found, _double_tolerance(tolerance), f"against {other.target}: ")
         return wrong
 
-    looks = gather_over_schedule((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
-    far = max((each for each in look(_EXACT) if each.absolute is not None), key=lambda each: each.absolute or 0.0, default=None)
+    looks = gather_over_schedule((dist.get_rank() if dist.is_initialized() else 0, differences_within(allowed)), sch)
+    far = max(
+        (each for each in differences_within(_EXACT) if each.absolute is not None),
+        key=lambda each: each.absolute or 0.0,
+        default=None,
+    )
     furthest = max(filter(None, gather_over_schedule(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
     ranks = [rank for rank, wrong in looks if wrong]
     return next((wrong for _, wrong in looks if wrong), []), furthest, ranks
 
 
-def _wider(tolerance: Tolerance) -> Tolerance:
+def _double_tolerance(tolerance: Tolerance) -> Tolerance:
     """Return twice a tolerance, for two engines that may each differ so much from the unmodified model."""
     noise = {what: 2 * size for what, size in tolerance.noise.items()}
     return Tolerance(2 * tolerance.atol, 2 * tolerance.rtol, 2 * tolerance.scale, noise)
 
 
-def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, found: Trained) -> Blame:
+def _blame(run: EngineRun, target: str, judged: _EngineComparison, expected: TrainingResults, found: TrainingResults) -> Blame:
     """Run the schedule without the engine, and the engine without each of its options, to find the cause. Collective."""
     sch = run.schedule()
     disable_dropout(sch.mod)
@@ -285,7 +298,7 @@ def _refusal(run: EngineRun, target: str) -> str | None:
     if run.options.get("check") is not False:
         return None
     try:
-        replace(run, steps=1, options={**run.options, "check": True}).trained(target)
+        replace(run, steps=1, options={**run.options, "check": True}).train(target)
     except StrandedError:
         raise
     except BuildError as err:
@@ -303,8 +316,8 @@ def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
 def _is_right(run: EngineRun, target: str) -> bool:
     """Return True if a new engine is right. Collective."""
     try:
-        found, sch, _ = run.trained(target)
-        return not _judged(run, run.reference_results(), found, None, sch).wrong
+        found, sch, _ = run.train(target)
+        return not _compare_with_reference(run, run.reference_results(), found, None, sch).wrong
     except StrandedError:
         raise
     except Exception:  # on all ranks: of what the engine needs

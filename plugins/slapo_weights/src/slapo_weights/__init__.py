@@ -1,7 +1,5 @@
 """Loading of Hugging Face safetensors into any layout, and export from any layout."""
 
-from __future__ import annotations
-
 from .consolidate import consolidate_model
 from .export import export_weights
 from .load import Weights

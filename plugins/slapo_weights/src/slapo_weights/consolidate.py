@@ -45,10 +45,8 @@ def consolidate_model(
     ranks, error = (sch.mesh, sch.group if sch.mesh is None else None), None
     agreed: list[str] = []
     try:
-        if sch._root.target is not None:
-            raise BuildError(
-                f"consolidate_model: the schedule was built for {sch._root.target!r} already; call it before build"
-            )
+        if sch.target is not None:
+            raise BuildError(f"consolidate_model: the schedule was built for {sch.target!r} already; call it before build")
         unchecked = {"check": False} if "shard" in sch.registry.names("primitive") else {}  # steps may follow
         config: dict[str, Any] = {**unchecked, **kwargs}
         if target is not None and sch.mesh is None and sch.group is not None:

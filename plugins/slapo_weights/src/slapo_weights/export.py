@@ -15,7 +15,7 @@ from slapo_training.model import Piece
 
 from .export_plan.export_source import ExportSource
 from .export_plan.plan import ExportPlan, make_plan, parse_size
-from .export_plan.whole_tensors import PieceDescription, SentBox, WholeTensor
+from .export_plan.whole_tensors import PieceDescription, WholeTensor
 from .huggingface.save_conversion import ConversionGroup, Tensors, convert_group
 from .safetensors_files.model_folder import ModelFolder, check_folder
 from .safetensors_files.writer import as_bytes
@@ -69,15 +69,7 @@ def export_weights(
 
 
 def _export(source: ExportSource, global_ranks: list[int], path: Path, dtype: torch.dtype | None, max_shard_size: int) -> None:
-    """Plan and write an export.
-
-    Args:
-        source: The weights and their ranks.
-        global_ranks: Global rank of each participating rank.
-        path: The folder.
-        dtype: The requested dtype.
-        max_shard_size: Bytes per file.
-    """
+    """Plan and write an export; ``global_ranks`` are those of the participating ranks."""
     own: dict[str, Piece] = {}
     place = global_ranks.index(dist.get_rank()) if len(global_ranks) > 1 else 0
     ranks = Ranks(place, len(global_ranks), source.mesh, source.group)
@@ -101,19 +93,13 @@ def _export(source: ExportSource, global_ranks: list[int], path: Path, dtype: to
 
 
 class _Exporter:
-    """This rank's part in an export.
-
-    Args:
-        plan: The plan.
-        path: The folder, used on the first rank.
-        ranks: All participating ranks.
-        global_ranks: Global rank of each of them.
-        own: This rank's pieces.
-    """
+    """This rank's part in an export; only the first rank uses ``path``."""
 
     def __init__(self, plan: ExportPlan, path: Path, ranks: Ranks, global_ranks: list[int], own: dict[str, Piece]) -> None:
         self._plan, self._path, self._ranks, self._global_ranks, self._own = plan, path, ranks, global_ranks, own
-        self._device = _send_device() if ranks.size > 1 else torch.device("cpu")
+        backend = str(dist.get_backend_config()) if ranks.size > 1 else "gloo"  # of the default group, which sends
+        is_cpu = "cpu:" in backend or backend == "gloo"
+        self._device = torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
         self._folder: ModelFolder | None = None
         self._send_buffers: list[torch.Tensor] = []
         self._made: Tensors = {}
@@ -150,18 +136,19 @@ class _Exporter:
         """Do everything that may fail, before ranks send and receive: a failure in between would hang the others."""
         if self._ranks.index == 0:
             self._on_disk(lambda: self._store(before))
-            self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
-        parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
-        self._send_buffers = [self._send_buffer(whole, sent) for whole, sent in parts if sent.place == self._ranks.index]
-
-    def _send_buffer(self, whole: WholeTensor, sent: SentBox) -> torch.Tensor:
-        part = sent.chunk.of(self._own[whole.key].tensor)
-        return part.to(device="cpu" if self._ranks.index == 0 else self._device, dtype=whole.dtype).contiguous()
+            self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._whole_tensors(bundle)}
+        parts = [(whole, sent) for _, whole in self._whole_tensors(bundle) for sent in whole.parts]
+        device = torch.device("cpu") if self._ranks.index == 0 else self._device
+        self._send_buffers = [
+            sent.chunk.of(self._own[whole.key].tensor).to(device=device, dtype=whole.dtype).contiguous()
+            for whole, sent in parts
+            if sent.place == self._ranks.index
+        ]
 
     def _exchange(self, bundle: list[ConversionGroup]) -> None:
         """Send this rank's buffers to the first rank, which assembles the tensors."""
         buffers = iter(self._send_buffers)
-        for name, whole in self._wholes(bundle):
+        for name, whole in self._whole_tensors(bundle):
             for sent in whole.parts:
                 if sent.place == self._ranks.index == 0:
                     sent.chunk.of_whole(self._made[name]).copy_(next(buffers))
@@ -187,17 +174,10 @@ class _Exporter:
         self._folder.commit(sum(torch.Size(whole.shape).numel() for whole in self._plan.wholes.values()))
 
     def abort(self) -> None:
-        """Remove the staged files."""
         if self._folder is not None:
             self._folder.abort()
 
-    def _wholes(self, bundle: list[ConversionGroup]) -> Iterator[tuple[str, WholeTensor]]:
+    def _whole_tensors(self, bundle: list[ConversionGroup]) -> Iterator[tuple[str, WholeTensor]]:
         for group in bundle:
             for name in group.sources:
                 yield name, self._plan.wholes[name]
-
-
-def _send_device() -> torch.device:
-    """Return the device from which the default process group can send."""
-    backend = str(dist.get_backend_config())
-    return torch.device("cpu") if "cpu:" in backend or backend == "gloo" else torch.device("cuda", torch.cuda.current_device())

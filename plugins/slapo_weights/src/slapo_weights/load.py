@@ -45,11 +45,7 @@ class Weights:
 
 
 class WeightLoader:
-    """Loader that ``build`` calls after all of its checks.
-
-    Args:
-        weights: The weights that this rank was given.
-    """
+    """Loader of this rank's weights that ``build`` calls after all of its checks."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -65,11 +61,7 @@ class WeightLoader:
         return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
 
     def __call__(self, program: Program, parts: list[nn.Module], device: str) -> Callable[..., None]:
-        """Load the weights into the program's tensors; see ``fill``.
-
-        Returns:
-            A function that restores the tensors if it is called with an error.
-        """
+        """Load the weights, see ``fill``; return a function that restores the tensors if it is called with an error."""
         tables = _tables((program.module, *(stage.module for stage in program.stages)))
         entries = ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
         before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _is_real_buffer(tensor)]
@@ -114,7 +106,7 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
         BuildError: lists all tensors that are missing, unexpected, or of another shape or dtype; nothing has changed.
     """
     held = [*parts]
-    unmodified = _unmodified(root)
+    unmodified = _unmodified_model(root)
     files = WeightFiles(weights.source)
     plan = LoadPlan(root, files, load_names(files, unmodified), unmodified, weights)
     plan.check()
@@ -135,7 +127,7 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
         raise BuildError(f"the weights in {files.source} have several values for one tensor: {', '.join(untied)}")
     if others:
         raise BuildError(
-            f"{_listed('parameters have values', others)}, which are not those of the weights in {files.source}; make them "
+            f"{_problem('parameters have values', others)}, which are not those of the weights in {files.source}; make them "
             "inside of slapo.init_empty_weights(), or say with unexpected= of slapo.Weights that they stay"
         )
     new |= {
@@ -150,11 +142,8 @@ class LoadPlan:
     """Views of the files for each tensor of the model.
 
     Args:
-        root: The whole scheduled model.
-        files: The files.
         found: Their tensors, by the model's names.
         unmodified: The model before any step; None if it is not a Transformers' model.
-        weights: The source and options.
 
     Attributes:
         views: First name of a tensor to views of the whole tensor, one per name of it in the files.
@@ -210,7 +199,7 @@ class LoadPlan:
     def check(self) -> None:
         """Raise ``BuildError`` with all problems."""
         unread = {"that cannot be read in parts": [*self._found.unread]}
-        kinds = [_listed(kind, told) for kind, told in {**unread, **self._problems}.items() if told]
+        kinds = [_problem(kind, told) for kind, told in {**unread, **self._problems}.items() if told]
         if kinds:
             told = f"the weights in {self._files.source} are not this model's: {'; '.join(kinds)}"
             raise BuildError(f"{told}; give the model's own, or say with slapo.Weights what may differ")
@@ -231,12 +220,12 @@ class LoadPlan:
         else:
             views = [*dict.fromkeys(self._of_ties[name] for name in parameter_facts(tensor).names if name in self._of_ties)]
         if views:
-            self.views[key] = [view for view in (self._fitting(key, tensor, view) for view in views) if view is not None]
+            self.views[key] = [view for view in (self._fit_view(key, tensor, view) for view in views) if view is not None]
         elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
             kind = "missing" if parameter_facts(tensor).names else "brought in by a step that does not say what of (made_of)"
             self._problems[kind].append(key)
 
-    def _fitting(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:
+    def _fit_view(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:
         names, shape = ", ".join(view.names), _full_shape(tensor)
         of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
@@ -246,14 +235,14 @@ class LoadPlan:
             return None
         is_less = view.shape[1:] == shape[1:] and view.shape[:1] < shape[:1]
         if is_less and view.shape == self._vocabulary.get(key):
-            view = view.padded(shape[0])
+            view = view.pad(shape[0])
         if view.shape != shape:
             self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)}{of}")
             return None
         return view
 
 
-def _unmodified(root: nn.Module) -> UnmodifiedModel | None:
+def _unmodified_model(root: nn.Module) -> UnmodifiedModel | None:
     try:
         return UnmodifiedModel.of(root)
     except BuildError as err:
@@ -270,7 +259,7 @@ def _local(view: TensorView, tensor: torch.Tensor) -> TensorView:
     return view.local(spec.dim, spec.ranges()) if spec is not None else view
 
 
-def _listed(kind: str, told: list[str]) -> str:
+def _problem(kind: str, told: list[str]) -> str:
     more = f" and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
     return f"{len(told)} {kind}: {', '.join(told[:_LISTED])}{more}"
 

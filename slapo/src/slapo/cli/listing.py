@@ -63,13 +63,13 @@ def dialects(
     for row, engine in found:
         if engine.note and engine.note not in problems:
             Console().print(
-                _plain(f"! {row['name']}: {engine.note}"), style="yellow" if engine.usable else "red", soft_wrap=True
+                _plain_text(f"! {row['name']}: {engine.note}"), style="yellow" if engine.usable else "red", soft_wrap=True
             )
         if name and engine.limits:
             Console().print()
             _print_table(("cannot do", "instead"), [{"cannot do": asked, "instead": way} for asked, way in engine.limits])
         elif name:
-            Console().print(_plain(f"{name} declares nothing that its engine cannot do"))
+            Console().print(_plain_text(f"{name} declares nothing that its engine cannot do"))
 
 
 def plugins(as_json: AsJson = False) -> None:
@@ -149,16 +149,16 @@ def _print_table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> N
         words = [word for row in rows for word in row[column].split()]
         table.add_column(column, overflow="fold", min_width=min(_WORD, max(map(len, words), default=0)))
     for row in rows:
-        table.add_row(*(_plain(row[column]) for column in columns))
+        table.add_row(*(_plain_text(row[column]) for column in columns))
     Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED).print(table)
 
 
 def _print_problems(problems: Iterable[str]) -> None:
     for problem in problems:
-        Console().print(_plain(f"! {problem}"), style="red", soft_wrap=True)
+        Console().print(_plain_text(f"! {problem}"), style="red", soft_wrap=True)
 
 
-def _plain(value: str) -> Text:
+def _plain_text(value: str) -> Text:
     """Text from a plugin as it is: no markup, and nothing that a terminal would obey."""
     return Text("".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in value))
 

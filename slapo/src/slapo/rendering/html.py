@@ -50,9 +50,9 @@ def _node(node: ModuleNode, depth: int, opened: Detail, present: Detail) -> Iter
         yield f'<div class="leaf">{head}</div>'
     else:
         yield f"<details{'' if opened.is_closed(node, depth) else ' open'}><summary>{head}</summary>"
-        for child in present.shown(node):
+        for child in present.visible_children(node):
             yield from _node(child, depth + 1, opened, present)
-        if left_out := len(node.children) - len(present.shown(node)):
+        if left_out := len(node.children) - len(present.visible_children(node)):
             yield f'<div class="leaf">... {left_out:,} more</div>'
         yield "</details>"
     if "after" in node.borders:

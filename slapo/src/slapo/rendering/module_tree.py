@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core import Program
 
 from .parameter_shapes import ParameterShape
-from .short_values import listed, printable, shortened
+from .short_values import join_first, printable, truncate
 from .step_places import StepPlaces
 
 _NUM_PARAMETERS, _NUM_STEPS = 6, 12
@@ -98,7 +98,7 @@ class TreeBuilder:
         """Return the node of a module and of all inside of it."""
         return self._node(module, path, name, set()).node
 
-    def _node(self, module: nn.Module, path: str, name: str, around: set[int]) -> _Found:
+    def _node(self, module: nn.Module, path: str, name: str, around: set[int]) -> _KeyedNode:
         """Return a node with what it is compared by.
 
         Args:
@@ -108,15 +108,15 @@ class TreeBuilder:
             around: Stages of the closest module around it of which they are known.
         """
         node = ModuleNode(printable(name), printable(type(module).__name__), _config(module))
-        node.steps = _first(self._places.words.get(path, ()), _NUM_STEPS)
+        node.steps = _limit_words(self._places.words.get(path, ()), _NUM_STEPS)
         node.borders = tuple(self._places.borders.get(path, ()))
         if (first := self._paths.setdefault(id(module), path)) != path:
             node.notes = (f"the module of {printable(first) or 'the top'}",)
-            return _Found(node, self._key(node, path, 0), around)
+            return _KeyedNode(node, self._key(node, path, 0), around)
         own = self._stages.get(path, around)
         self._add_parameters(node, module, path)
         held = [(key, child) for key, child in vars(module)["_modules"].items() if child is not None]
-        found = {key: self._node(child, joined(path, key), key, own) for key, child in held}
+        found = {key: self._node(child, join_path(path, key), key, own) for key, child in held}
         stages = own if path in self._stages else own.union(*(child.stages for child in found.values()))
         for child in found.values():
             _note_stages(child, stages)
@@ -124,7 +124,7 @@ class TreeBuilder:
         inside = self._number(*chain.from_iterable((key, child.key) for key, child in found.items()))
         if node.modules_inside >= _NUM_REPEATED and (model := self._models.setdefault(inside, path)) != path:
             node.model_inside = printable(model)
-        return _Found(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
+        return _KeyedNode(node, self._key(node, path, inside, *sorted(stages if stages != around else ())), stages)
 
     def _key(self, node: ModuleNode, path: str, *inside: int) -> int:
         border = path if node.borders else ""  # is not folded
@@ -133,16 +133,16 @@ class TreeBuilder:
     def _number(self, *seen: Any) -> int:
         return self._keys.setdefault(seen, len(self._keys))
 
-    def _add_inside(self, node: ModuleNode, path: str, found: dict[str, _Found]) -> None:
+    def _add_inside(self, node: ModuleNode, path: str, found: dict[str, _KeyedNode]) -> None:
         for name, (child, _, _) in found.items():
             node.held, node.total = node.held + child.held, node.total + child.total
             node.modules_inside += 1 + child.modules_inside
             node.is_changed_inside |= child.is_changed or child.is_changed_inside
-            if steps := self._places.names.get(joined(path, name)):
+            if steps := self._places.names.get(join_path(path, name)):
                 node.steps_inside.update(steps)
             if child.steps_inside:
                 node.steps_inside.update(child.steps_inside)
-        node.children = _folded(found.values())
+        node.children = _merge_equal_siblings(found.values())
 
     def _add_parameters(self, node: ModuleNode, module: nn.Module, path: str) -> None:
         words = []
@@ -152,22 +152,22 @@ class TreeBuilder:
             shape = ParameterShape.of(tensor)
             is_parameter, is_split = isinstance(tensor, nn.Parameter), shape is not None and bool(shape.split)
             if is_parameter or is_split:
-                words.append(f"{printable(name)} {shape or 'without a shape yet'}{self._marks(tensor, joined(path, name))}")
+                words.append(f"{printable(name)} {shape or 'without a shape yet'}{self._marks(tensor, join_path(path, name))}")
             node.is_split |= is_split
             if is_parameter and shape is not None and id(tensor) not in self._counted:
                 self._counted.add(id(tensor))
                 node.held += 0 if self._are_freed and tensor.is_meta else shape.held
                 node.total += shape.total
-        node.parameters = _first(words, _NUM_PARAMETERS)
+        node.parameters = _limit_words(words, _NUM_PARAMETERS)
 
     def _marks(self, tensor: torch.Tensor, place: str) -> str:
         others = [printable(other) for other in self._names.get(id(tensor), ()) if other != place]
         meta = " meta" if tensor.is_meta else ""
         frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
-        return f"{meta}{frozen}{' = ' if others else ''}{listed(others, 2)}"
+        return f"{meta}{frozen}{' = ' if others else ''}{join_first(others, 2)}"
 
 
-def joined(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """Return the path of what a module has under a name, which may be any text."""
     return f"{path}.{name}" if path else name
 
@@ -178,23 +178,23 @@ def tied_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     for path, inner in module.named_modules():
         for name, parameter in vars(inner)["_parameters"].items():
             if parameter is not None:
-                names.setdefault(id(parameter), []).append(joined(path, name))
+                names.setdefault(id(parameter), []).append(join_path(path, name))
     return {key: tuple(found) for key, found in names.items() if len(found) > 1}
 
 
-def _first(words: Sequence[str], limit: int) -> tuple[str, ...]:
+def _limit_words(words: Sequence[str], limit: int) -> tuple[str, ...]:
     more = len(words) - limit
     return (*words[:limit], *([f"{more} more"] if more > 0 else []))
 
 
 def _config(module: nn.Module) -> str:
     try:
-        return shortened(module.extra_repr())
+        return truncate(module.extra_repr())
     except Exception:  # a model's own code, of a half-made or changed module say; looking at it must not fail
         return ""
 
 
-class _Found(NamedTuple):
+class _KeyedNode(NamedTuple):
     """A node with what it is compared by.
 
     Args:
@@ -208,14 +208,14 @@ class _Found(NamedTuple):
     stages: set[int]
 
 
-def _note_stages(found: _Found, around: set[int]) -> None:
+def _note_stages(found: _KeyedNode, around: set[int]) -> None:
     """Note the stages of a module where they are not those of the module around it."""
     if found.stages and found.stages != around:
         word = "stage" if len(found.stages) == 1 else "stages"
         found.node.notes = (*found.node.notes, f"{word} {', '.join(map(str, sorted(found.stages)))}")
 
 
-def _folded(children: Iterable[_Found]) -> list[ModuleNode]:
+def _merge_equal_siblings(children: Iterable[_KeyedNode]) -> list[ModuleNode]:
     """Put alike neighbours together, each group under the names of its members."""
     nodes = []
     for _, group in groupby(children, lambda found: found.key):
@@ -223,12 +223,12 @@ def _folded(children: Iterable[_Found]) -> list[ModuleNode]:
         node = first.node
         if others:
             node.copies += len(others)
-            node.name = _joined([node.name, *(found.node.name for found in others)])
+            node.name = _group_label([node.name, *(found.node.name for found in others)])
         nodes.append(node)
     return nodes
 
 
-def _joined(names: list[str]) -> str:
+def _group_label(names: list[str]) -> str:
     if all(name.isdecimal() for name in names):
         return f"{names[0]}-{names[-1]}"
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"

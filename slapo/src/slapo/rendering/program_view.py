@@ -12,7 +12,7 @@ from slapo_core import Boundary, Engine, Program, Stage
 
 from .module_tree import TreeBuilder, tied_names
 from .schedule_view import mesh_text, parameter_text
-from .short_values import counted, listed, printable, short_value
+from .short_values import format_count, join_first, printable, short_value
 from .view import Facts, Tree, View
 
 
@@ -28,7 +28,7 @@ def view_of_engine(engine: Engine) -> View:
     options = getattr(engine, "options", None)
     facts = (
         ("target", str(getattr(options, "target", ""))),
-        ("options", _changed(options)),
+        ("options", _non_default_options(options)),
         ("optimizer", _optimizer(engine.optimizer)),
         ("steps", str(getattr(engine, "steps", ""))),
     )
@@ -36,7 +36,7 @@ def view_of_engine(engine: Engine) -> View:
     if program is None:
         return View(name, facts, (_tree(engine.module, None),))
     own = _own_stages(program)
-    count = f"{listed((str(stage.index) for stage in own), 8)} of {len(program.stages)}" if len(program.stages) > 1 else ""
+    count = f"{join_first((str(stage.index) for stage in own), 8)} of {len(program.stages)}" if len(program.stages) > 1 else ""
     return View(name, (*facts, ("stages here", count), *_facts(program)), tuple(_stage(program, stage) for stage in own))
 
 
@@ -49,16 +49,16 @@ def _own_stages(program: Program) -> list[Stage]:
 
 def _facts(program: Program) -> Facts:
     ties = [f"{' = '.join(tie.names)} of stages {', '.join(map(str, tie.stages))}" for tie in program.ties]
-    return (("ranks", mesh_text(program.mesh)), ("tied", listed(map(printable, ties))))
+    return (("ranks", mesh_text(program.mesh)), ("tied", join_first(map(printable, ties))))
 
 
 def _stage(program: Program, stage: Stage) -> Tree:
     if len(program.stages) == 1:
         return _tree(stage.module, program)
     facts = (
-        ("runs", listed(map(printable, stage.paths), 8)),
-        ("receives", listed(map(_boundary, stage.inputs), 8)),
-        ("from the batch", listed(map(printable, stage.batch_inputs), 8)),
+        ("runs", join_first(map(printable, stage.paths), 8)),
+        ("receives", join_first(map(_boundary, stage.inputs), 8)),
+        ("from the batch", join_first(map(printable, stage.batch_inputs), 8)),
     )
     tree = _tree(stage.module, program)
     knows = program.mesh is not None and dist.is_initialized()
@@ -76,18 +76,18 @@ def _boundary(boundary: Boundary) -> str:
     return f"{printable(boundary.name)} {list(boundary.shape)} {short_value(boundary.dtype)}{gradient}"
 
 
-def _changed(options: Any) -> str:
+def _non_default_options(options: Any) -> str:
     if not dataclasses.is_dataclass(options):
         return ""
     given = [(field, getattr(options, field.name)) for field in dataclasses.fields(options)]
-    return ", ".join(f"{field.name}={short_value(value)}" for field, value in given if _differs(value, _default(field)))
+    return ", ".join(f"{field.name}={short_value(value)}" for field, value in given if _is_changed(value, _default(field)))
 
 
 def _default(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _differs(value: Any, default: Any) -> bool:
+def _is_changed(value: Any, default: Any) -> bool:
     return value is not default and not (isinstance(default, (bool, int, float, str)) and bool(value == default))
 
 
@@ -97,9 +97,9 @@ def _optimizer(optimizer: Any) -> str:
     groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
     rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
     number = sum(len(group.get("params", ())) for group in groups)
-    held = f"{counted(number, 'parameter')} in {counted(len(groups), 'group')}" if number else ""
+    held = f"{format_count(number, 'parameter')} in {format_count(len(groups), 'group')}" if number else ""
     return (
-        f"{type(optimizer).__name__}: {held}{', ' if held else ''}lr {listed(map(str, rates))}"
+        f"{type(optimizer).__name__}: {held}{', ' if held else ''}lr {join_first(map(str, rates))}"
         if rates
         else type(optimizer).__name__
     )

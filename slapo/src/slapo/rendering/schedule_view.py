@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_core import Schedule, ScheduleError, Step
 
 from .module_tree import ModuleNode, TreeBuilder, tied_names
-from .short_values import counted, listed, printable, short_value, tally
+from .short_values import format_count, format_tally, join_first, printable, short_value
 from .step_places import CUTS, StepPlaces
 from .view import Tree, View
 
@@ -31,8 +31,8 @@ def view_of_schedule(sch: Schedule) -> View:
         ("ranks", _ranks(sch)),
         ("steps", step_text(steps)),
         ("stages", _stages(sch, places)),
-        ("tied", listed(_ties(names.values(), sch.path), 3)),
-        ("gone modules", listed(_gone(sch, places))),
+        ("tied", join_first(_ties(names.values(), sch.path), 3)),
+        ("gone modules", join_first(_removed_modules(sch, places))),
     )
     return View(f"{root.kind}{where}", facts, (Tree(root),))
 
@@ -42,13 +42,13 @@ def parameter_text(root: ModuleNode, module: nn.Module) -> str:
     found = {(parameter.dtype, parameter.device): None for parameter in module.parameters()}
     kinds = [f"{short_value(dtype)} on {device}" for dtype, device in found]
     held = "" if root.held == root.total else f", of which {root.held:,} on this rank"
-    return f"{root.total:,}{held}; {listed(kinds)}" if kinds else "none"
+    return f"{root.total:,}{held}; {join_first(kinds)}" if kinds else "none"
 
 
 def step_text(steps: Iterable[Step]) -> str:
     """Return the number of steps and of each primitive."""
     names = [step.name for step in steps]
-    return tally(names) if len(set(names)) == 1 else f"{len(names):,}: {tally(names)}" if names else "none"
+    return format_tally(names) if len(set(names)) == 1 else f"{len(names):,}: {format_tally(names)}" if names else "none"
 
 
 def mesh_text(mesh: DeviceMesh | None) -> str:
@@ -65,7 +65,7 @@ def mesh_text(mesh: DeviceMesh | None) -> str:
 def _ranks(sch: Schedule) -> str:
     if sch.mesh is not None:
         return mesh_text(sch.mesh)
-    return f"a group of {counted(sch.world_size, 'rank')}; this is rank {sch.rank} of it" if sch.group is not None else ""
+    return f"a group of {format_count(sch.world_size, 'rank')}; this is rank {sch.rank} of it" if sch.group is not None else ""
 
 
 def _stages(sch: Schedule, places: StepPlaces) -> str:
@@ -80,10 +80,10 @@ def _ties(names: Iterable[tuple[str, ...]], top: str) -> list[str]:
     return [printable(" = ".join(tied)) for tied in inside]
 
 
-def _gone(sch: Schedule, places: StepPlaces) -> list[str]:
+def _removed_modules(sch: Schedule, places: StepPlaces) -> list[str]:
     """Return the steps on modules that later steps removed."""
     root = sch.get_top_schedule()
-    return [f"{printable(path)}: {tally(names)}" for path, names in places.names.items() if path and path not in root]
+    return [f"{printable(path)}: {format_tally(names)}" for path, names in places.names.items() if path and path not in root]
 
 
 def _is_inside(path: str, top: str) -> bool:

@@ -24,7 +24,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def shortened(text: str, length: int = _LENGTH) -> str:
+def truncate(text: str, length: int = _LENGTH) -> str:
     """Return the text on one line, cut off at ``length`` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= length else f"{line[: length - 3]}..."
@@ -33,7 +33,7 @@ def shortened(text: str, length: int = _LENGTH) -> str:
 def short_value(value: Any) -> str:
     """Return a value as a reader recognises it, not as Python would read it. No foreign ``__repr__`` is called."""
     if isinstance(value, str):
-        return shortened(str(value) if _PLAIN_WORD.fullmatch(value) else repr(str(value)))
+        return truncate(str(value) if _PLAIN_WORD.fullmatch(value) else repr(str(value)))
     if value is None or type(value) in (bool, int, float, complex, torch.dtype):
         return repr(value).removeprefix("torch.")
     if isinstance(value, torch.Tensor):
@@ -41,13 +41,13 @@ def short_value(value: Any) -> str:
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}()"
     if isinstance(value, partial):
-        return shortened(short_call(short_value(value.func), value.args, value.keywords))
+        return truncate(short_call(short_value(value.func), value.args, value.keywords))
     if isinstance(value, type) or inspect.isroutine(value):
         return printable(value.__name__)
     if isinstance(value, Mapping):
-        return _bracketed("{}", [f"{short_value(key)}: {short_value(part)}" for key, part in _first(value.items())], len(value))
+        return _enclose("{}", [f"{short_value(key)}: {short_value(part)}" for key, part in _head(value.items())], len(value))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _bracketed("()" if isinstance(value, tuple) else "[]", map(short_value, _first(value)), len(value))
+        return _enclose("()" if isinstance(value, tuple) else "[]", map(short_value, _head(value)), len(value))
     return f"<{type(value).__name__}>"
 
 
@@ -68,26 +68,26 @@ def short_count(count: int) -> str:
     return f"{value:#.3g}".rstrip(".") + f" {unit}"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a count and its noun: ``1 step``, ``2 steps``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def tally(names: Iterable[str]) -> str:
+def format_tally(names: Iterable[str]) -> str:
     """Return how often each name is there: ``checkpoint, 4 shard``."""
     return ", ".join(f"{count:,} {name}" if count > 1 else name for name, count in Counter(names).items())
 
 
-def listed(words: Iterable[str], limit: int = 4) -> str:
+def join_first(words: Iterable[str], limit: int = 4) -> str:
     """Return the first words and the number of the others: ``a, b and 7 more``."""
     known = list(words)
     return ", ".join(known[:limit]) + (f" and {len(known) - limit} more" if len(known) > limit else "")
 
 
-def _first(values: Iterable[Any]) -> list[Any]:
+def _head(values: Iterable[Any]) -> list[Any]:
     return [value for value, _ in zip(values, range(_NUM_ENTRIES), strict=False)]
 
 
-def _bracketed(brackets: str, words: Iterable[str], length: int) -> str:
+def _enclose(brackets: str, words: Iterable[str], length: int) -> str:
     inner = ", ".join([*words, *(["..."] if length > _NUM_ENTRIES else [])])
-    return shortened(f"{brackets[0]}{inner}{brackets[1]}")
+    return truncate(f"{brackets[0]}{inner}{brackets[1]}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from slapo_core import Step
 
-from .short_values import short_call, tally
+from .short_values import format_tally, short_call
 
 CUTS = "cut_pipeline_stage"
 """Name of the primitive that ends a stage."""
@@ -32,8 +32,8 @@ class StepPlaces:
             self._add(step)
 
     def _add(self, step: Step) -> None:
-        inner = list(_elsewhere(step, step.path))
-        taken = f": {tally(child.name for child in inner)}" if inner else ""
+        inner = list(_steps_on_other_modules(step, step.path))
+        taken = f": {format_tally(child.name for child in inner)}" if inner else ""
         self.words.setdefault(step.path, []).append(short_call(step.name, step.args, step.kwargs) + taken)
         self.names.setdefault(step.path, []).append(step.name)
         if step.name == CUTS:
@@ -42,10 +42,10 @@ class StepPlaces:
             self._add(child)
 
 
-def _elsewhere(step: Step, path: str) -> Iterator[Step]:
+def _steps_on_other_modules(step: Step, path: str) -> Iterator[Step]:
     """Yield the steps that a step took on other modules; those on its own module are a part of it."""
     for child in step.children:
         if child.path != path:
             yield child
         else:
-            yield from _elsewhere(child, path)
+            yield from _steps_on_other_modules(child, path)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from .module_tree import ModuleNode
-from .short_values import shortened
+from .short_values import truncate
 from .view import Detail, Facts, Tree, View, class_text, count_text, inside_text, name_text
 
 _WIDTHS = (60, 140)
@@ -29,7 +29,7 @@ def text_of(view: View, width: int | None = None) -> str:
     """
     columns = width or shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
     columns = min(max(columns, _WIDTHS[0]), _WIDTHS[1])
-    head = [shortened(view.title, columns), *_fact_lines(view.facts, columns)]
+    head = [truncate(view.title, columns), *_fact_lines(view.facts, columns)]
     return "\n".join([*head, *(line for tree in view.trees for line in ("", *_tree_lines(tree, columns)))])
 
 
@@ -37,12 +37,12 @@ def _fact_lines(facts: Facts, width: int) -> Iterator[str]:
     known = [(name, text) for name, text in facts if text]
     column = max((len(name) for name, _ in known), default=0) + 2
     for name, text in known:
-        yield from _wrapped(f"{name:<{column}}", text, column, width)
+        yield from _wrap_text(f"{name:<{column}}", text, column, width)
 
 
 def _tree_lines(tree: Tree, width: int) -> Iterator[str]:
     if tree.title:
-        yield shortened(tree.title, width)
+        yield truncate(tree.title, width)
     if tree.facts:
         yield from (*_fact_lines(tree.facts, width), "")
     detail = Detail.of(tree.root, _LINES)
@@ -61,9 +61,9 @@ def _rows(node: ModuleNode, detail: Detail, depth: int) -> Iterator[tuple[str, i
         yield border
     is_closed = detail.is_closed(node, depth)
     yield count_text(node), depth, [f"{name_text(node)}{class_text(node)}", *_details(node, is_closed)]
-    for child in () if is_closed else detail.shown(node):
+    for child in () if is_closed else detail.visible_children(node):
         yield from _rows(child, detail, depth + 1)
-    if (left_out := len(node.children) - len(detail.shown(node))) and not is_closed:
+    if (left_out := len(node.children) - len(detail.visible_children(node))) and not is_closed:
         yield "", depth + 1, [f"... {left_out:,} more"]
     if "after" in node.borders:
         yield border
@@ -83,11 +83,11 @@ def _module_lines(margin: str, texts: list[str], width: int) -> Iterator[str]:
     if len(line) <= width:
         yield line
         return
-    yield f"{margin}{shortened(texts[0], width - len(margin))}"
+    yield f"{margin}{truncate(texts[0], width - len(margin))}"
     space = " " * (len(margin) + 2 * _INDENT)
     for text in texts[1:]:
-        yield from _wrapped(space, text, len(space), width)
+        yield from _wrap_text(space, text, len(space), width)
 
 
-def _wrapped(start: str, text: str, indent: int, width: int) -> list[str]:
+def _wrap_text(start: str, text: str, indent: int, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False)

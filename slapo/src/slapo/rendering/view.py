@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .module_tree import ModuleNode
-from .short_values import counted, short_count, tally
+from .short_values import format_count, format_tally, short_count
 
 Facts = tuple[tuple[str, str], ...]
 """Names and texts; a fact without text is left out."""
@@ -59,10 +59,10 @@ class Detail:
     def of(cls, root: ModuleNode, lines: int) -> Detail:
         """Return the greatest depth that fits into a number of lines, and at least 1."""
         detail = cls(1, lines // 2, root.is_changed or root.is_changed_inside)
-        level, shown = detail.shown(root), 1 + len(root.children)
+        level, shown = detail.visible_children(root), 1 + len(root.children)
         while level:
             is_open = [node for node in level if not detail._adds_nothing(node, detail.depth)]
-            level = [child for node in is_open for child in detail.shown(node)]
+            level = [child for node in is_open for child in detail.visible_children(node)]
             shown += len(level)
             if shown > lines:
                 break
@@ -73,7 +73,7 @@ class Detail:
         """Return whether the modules inside are left out."""
         return bool(node.children) and (depth >= self.depth or self._adds_nothing(node, depth))
 
-    def shown(self, node: ModuleNode) -> list[ModuleNode]:
+    def visible_children(self, node: ModuleNode) -> list[ModuleNode]:
         """Return the modules inside that have a line."""
         return node.children[: self.width]
 
@@ -102,5 +102,5 @@ def inside_text(node: ModuleNode) -> str:
     """Return what a closed module holds: ``5 modules inside: checkpoint, 2 shard``, or ``inside as in h.0``."""
     if node.model_inside:
         return f"inside as in {node.model_inside}"
-    steps = tally(node.steps_inside.elements())
-    return f"{counted(node.modules_inside, 'module')} inside{': ' if steps else ''}{steps}"
+    steps = format_tally(node.steps_inside.elements())
+    return f"{format_count(node.modules_inside, 'module')} inside{': ' if steps else ''}{steps}"

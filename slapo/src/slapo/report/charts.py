@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ..run_data.settings import pluralized
+from ..run_data.settings import format_count
 from .axis import Axis
 
 
@@ -90,4 +90,4 @@ def _number(value: float) -> str:
 
 
 def _describe(values: Sequence[float]) -> str:
-    return f"from {values[0]:.4g} to {values[-1]:.4g} in {pluralized(len(values), 'step')}" if values else "no values"
+    return f"from {values[0]:.4g} to {values[-1]:.4g} in {format_count(len(values), 'step')}" if values else "no values"

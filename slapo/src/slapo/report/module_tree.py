@@ -50,10 +50,10 @@ class _Tree:
         badges = "".join(f'<b class="badge">{escape(word)}</b>' for word in dict.fromkeys(step.name for step in steps))
         stages = "".join(f'<b class="stage stage-{index % 6}">stage {index}</b>' for index in self._new_stages(module.path))
         kind, params = f'<span class="kind">{escape(module.kind)}</span>', f'<span class="params">{module.params:,}</span>'
-        words = f'<span class="name">{name}</span> {kind}{badges}{stages}{self._inside(module.path)}'
+        words = f'<span class="name">{name}</span> {kind}{badges}{stages}{self._steps_below(module.path)}'
         return f'<span class="head"><span>{words}</span>{params}</span>'
 
-    def _inside(self, path: str) -> str:
+    def _steps_below(self, path: str) -> str:
         """Summarise the steps below a module, for display while it is folded."""
         prefix = f"{path}." if path else ""
         counts = Counter(step.name for step in self.all_steps if step.path != path and step.path.startswith(prefix))
@@ -69,10 +69,10 @@ class _Tree:
         """The stages that run the module, or a part of it; none where the model is not cut."""
         if len(self.stage_paths) < 2:
             return []
-        return [index for index, paths in enumerate(self.stage_paths) if any(_related(path, other) for other in paths)]
+        return [index for index, paths in enumerate(self.stage_paths) if any(_overlap(path, other) for other in paths)]
 
 
-def _related(one: str, other: str) -> bool:
+def _overlap(one: str, other: str) -> bool:
     return not one or not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 

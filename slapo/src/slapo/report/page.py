@@ -77,16 +77,16 @@ def _verdict(record: RunRecord) -> str:
     if not record.reference:
         return '<p class="verdict">Not compared with the unmodified model; <code>--reference</code> does.</p>'
     value, step = record.largest_difference
-    largest = f"largest difference of the loss {_unbroken(f'{value:.1e}')}, at step {step} of {len(record.losses)}"
+    largest = f"largest difference of the loss {_nowrap(f'{value:.1e}')}, at step {step} of {len(record.losses)}"
     if record.settings.dropout:
         return f'<p class="verdict">Not judged: with dropout the two runs draw different masks; {largest}.</p>'
-    limit = _unbroken(f"{record.settings.tolerance:.0e}".replace("e-0", "e-"))
+    limit = _nowrap(f"{record.settings.tolerance:.0e}".replace("e-0", "e-"))
     if record.is_within_tolerance:
         return f'<p class="verdict good"><b>Same as the unmodified model</b>, within {limit}: {largest}.</p>'
     return f'<p class="verdict bad"><b>Not the same as the unmodified model</b>: {largest}, above {limit}.</p>'
 
 
-def _unbroken(number: str) -> str:
+def _nowrap(number: str) -> str:
     return f'<span class="nowrap">{number}</span>'
 
 
@@ -134,13 +134,13 @@ def _charts(record: RunRecord) -> str:
 
 def _json(data: Any) -> str:
     """Return JSON that cannot end the script element around it; a number that is not finite becomes null."""
-    text = json.dumps(_finite(data), allow_nan=False)
+    text = json.dumps(_drop_non_finite(data), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _finite(data: Any) -> Any:
+def _drop_non_finite(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: _drop_non_finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [_drop_non_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -54,7 +54,7 @@ def settings_table(record: RunRecord) -> str:
         "schedule": record.settings.schedule or "default, from the model's structure",
     }
     return _table(
-        ("setting", "value"), [(key.replace("_", " "), _word(value)) for key, value in shown.items() if value != ""], "words"
+        ("setting", "value"), [(key.replace("_", " "), _yes_no(value)) for key, value in shown.items() if value != ""], "words"
     )
 
 
@@ -63,7 +63,7 @@ def version_table(record: RunRecord) -> str:
     return _table(("package", "version"), list(record.versions.items()), "words")
 
 
-def _word(value: object) -> object:
+def _yes_no(value: object) -> object:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 

@@ -87,7 +87,7 @@ class Settings:
     def check(self) -> None:
         """Raise ``SettingsError`` for numbers that do not fit together."""
         for name in ("layers", "hidden", "heads", "seq", "batch", "microbatches", "tp", "pp", "dp", "steps"):
-            _positive(name, getattr(self, name))
+            _check_positive(name, getattr(self, name))
         if self.seq < 2:
             raise SettingsError(f"--seq {self.seq}: nothing to predict in a sequence of one byte; use 2 or more")
         if not 0 < self.lr < float("inf"):
@@ -103,8 +103,8 @@ class Settings:
         parts = self.dp * self.microbatches
         if self.batch % parts:
             raise SettingsError(
-                f"--batch {self.batch}: not divisible by {pluralized(self.dp, 'data-parallel rank')} x "
-                f"{pluralized(self.microbatches, 'micro-batch', 'micro-batches')}; "
+                f"--batch {self.batch}: not divisible by {format_count(self.dp, 'data-parallel rank')} x "
+                f"{format_count(self.microbatches, 'micro-batch', 'micro-batches')}; "
                 f"use a multiple of {parts}"
             )
         if self.data_parallel != "ddp" and self.target != "torch":
@@ -121,18 +121,18 @@ class Settings:
     def _check_default_schedule(self) -> None:
         if self.heads % self.tp:
             raise SettingsError(
-                f"--tp {self.tp}: {pluralized(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
+                f"--tp {self.tp}: {format_count(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
                 f"use {_divisors(self.heads)}"
             )
         if self.layers < self.stages:
             raise SettingsError(
-                f"--pp {self.pp}: the model has {pluralized(self.layers, 'layer')}, fewer than {self.stages} stages; "
+                f"--pp {self.pp}: the model has {format_count(self.layers, 'layer')}, fewer than {self.stages} stages; "
                 f"use --layers {self.stages} or more, or a smaller --pp"
             )
         if self.sequence_parallel and (self.tp == 1 or self.seq % self.tp):
             parts = f"{self.seq} bytes cannot be divided among" if self.tp > 1 else "there is nothing to split among"
             raise SettingsError(
-                f"--sequence-parallel: {parts} {pluralized(self.tp, 'tensor-parallel rank')}; "
+                f"--sequence-parallel: {parts} {format_count(self.tp, 'tensor-parallel rank')}; "
                 "use --tp 2 or more, and a --seq that is divisible by it"
             )
 
@@ -146,12 +146,12 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def pluralized(number: int, one: str, many: str = "") -> str:
+def format_count(number: int, one: str, many: str = "") -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _positive(name: str, value: int) -> None:
+def _check_positive(name: str, value: int) -> None:
     if value < 1:
         raise SettingsError(f"--{name} {value}: not a positive number; use 1 or more")
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: TID253
 
 from ..run_data.record import RunRecord
-from ..run_data.settings import Settings, pluralized
+from ..run_data.settings import Settings, format_count
 
 MAX_TABLE_ROWS = 50
 """Longest table of losses; longer runs show every so many steps."""
@@ -20,12 +20,12 @@ def print_header(console: Console, settings: Settings, source: str) -> None:
     """Print model, batch, layout and data of the run."""
     layout = f"pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
     ranks, layers, heads = (
-        pluralized(settings.world_size, "rank"),
-        pluralized(settings.layers, "layer"),
-        pluralized(settings.heads, "head"),
+        format_count(settings.world_size, "rank"),
+        format_count(settings.layers, "layer"),
+        format_count(settings.heads, "head"),
     )
     model = f"{settings.model}: {layers}, hidden {settings.hidden}, {heads}"
-    parts = pluralized(settings.microbatches, "micro-batch", "micro-batches")
+    parts = format_count(settings.microbatches, "micro-batch", "micro-batches")
     batch = f"batch {settings.batch} x {settings.seq} bytes, {parts}"
     console.print(
         f"[bold]{escape(model)}[/]; {batch}; {ranks} ({layout}) on {settings.device}", highlight=False, soft_wrap=True

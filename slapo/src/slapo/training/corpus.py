@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..run_data.settings import Settings, SettingsError, pluralized
+from ..run_data.settings import Settings, SettingsError, format_count
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_corpus(settings: Settings) -> Corpus:
     tokens = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
     if len(tokens) < settings.seq:
         raise SettingsError(
-            f"--data {source}: {pluralized(len(tokens), 'byte')}, fewer than one sequence of --seq {settings.seq}; "
+            f"--data {source}: {format_count(len(tokens), 'byte')}, fewer than one sequence of --seq {settings.seq}; "
             "give more text or a smaller --seq"
         )
     return Corpus(tokens, source)

@@ -91,7 +91,7 @@ def build_config(settings: Settings) -> PretrainedConfig:
 def _sizes(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for flag, aliases in ALIASES.items():
-        names = _present(config, aliases)
+        names = _accepted_names(config, aliases)
         if not names and flag != "seq":  # models with relative positions have no longest sequence
             raise SettingsError(
                 f"--model {settings.model}: its config has none of {', '.join(aliases)}, so --{flag} cannot be set; "
@@ -102,11 +102,11 @@ def _sizes(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:
 
 
 def _dependent_sizes(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:
-    changes: dict[str, Any] = dict.fromkeys(_present(config, INNER), 4 * settings.hidden)
-    changes |= dict.fromkeys(_present(config, ("word_embed_proj_dim", "embedding_size")), settings.hidden)
+    changes: dict[str, Any] = dict.fromkeys(_accepted_names(config, INNER), 4 * settings.hidden)
+    changes |= dict.fromkeys(_accepted_names(config, ("word_embed_proj_dim", "embedding_size")), settings.hidden)
     if not hasattr(config, "qk_rope_head_dim"):  # latent attention has head sizes of its own, independent of hidden
-        changes |= dict.fromkeys(_present(config, ("head_dim", "rotary_dim", "d_kv")), settings.hidden // settings.heads)
-    for name in _present(config, ("num_key_value_heads", "num_kv_heads")):
+        changes |= dict.fromkeys(_accepted_names(config, ("head_dim", "rotary_dim", "d_kv")), settings.hidden // settings.heads)
+    for name in _accepted_names(config, ("num_key_value_heads", "num_kv_heads")):
         changes[name] = _key_value_heads(getattr(config, name), config.num_attention_heads, settings)
     return changes | _layer_types(config, settings.layers)
 
@@ -144,7 +144,7 @@ def _dropouts(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:
     return changes
 
 
-def _present(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
+def _accepted_names(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
     """The names the config's own constructor takes; a name that ``attribute_map`` maps to another is left to that one."""
     own = config.to_dict()
     mapped = config.attribute_map

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core import Schedule, create_schedule, load_schedule
 
-from ..run_data.settings import Settings, SettingsError, pluralized
+from ..run_data.settings import Settings, SettingsError, format_count
 
 
 def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None) -> Schedule:
@@ -48,7 +48,7 @@ def find_layers(model: nn.Module, settings: Settings) -> list[str]:
     ]
     if not lists:
         raise SettingsError(
-            f"--model {settings.model}: it has no list of {pluralized(settings.layers, 'layer')}; "
+            f"--model {settings.model}: it has no list of {format_count(settings.layers, 'layer')}; "
             "say with --schedule FILE where to cut and what to checkpoint"
         )
     _, path, module = max(lists, key=lambda entry: entry[0])

@@ -12,7 +12,7 @@ from slapo_core import SlapoError
 from ..launch.elastic_launch import launch_ranks
 from ..launch.errors import RankError
 from ..run_data.report_folder import make_folder
-from ..run_data.settings import Settings, SettingsError, pluralized
+from ..run_data.settings import Settings, SettingsError, format_count
 from .preflight_check import check_run
 from .worker import train_rank
 
@@ -44,7 +44,7 @@ def resolve_device(settings: Settings) -> str:
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
     if settings.device == "cuda" and num_gpus < num_ranks:
-        ranks, gpus = pluralized(num_ranks, "rank"), pluralized(num_gpus, "GPU")
+        ranks, gpus = format_count(num_ranks, "rank"), format_count(num_gpus, "GPU")
         raise SettingsError(f"--device cuda: {ranks}, but {gpus}; use fewer ranks or --device cpu")
     if settings.device == "auto":
         return "cuda" if num_gpus >= num_ranks else "cpu"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core import get_logger, set_random_seed
-from slapo_verify import Report, Trained, run_as_threads, verify, verify_engine
+from slapo_verify import Report, TrainingResults, run_as_threads, verify, verify_engine
 
 from ..launch.elastic_launch import launch_ranks
 from ..run_data.settings import VOCABULARY, Settings, engine_options
@@ -137,7 +137,7 @@ def _report(model: nn.Module, batch: dict[str, torch.Tensor], settings: VerifySe
     if settings.clip:
         options["clip"] = settings.clip
     earlier = Path(settings.out).with_name(f"{settings.against}.json.trained")
-    against: Trained | None = None
+    against: TrainingResults | None = None
     if settings.against and settings.target != settings.against:
         against = torch.load(earlier, weights_only=False, map_location=settings.device)  # safe to unpickle: this run wrote it
     schedule = partial(schedule_model, settings=settings, mesh=mesh)

@@ -69,7 +69,7 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
     if repeat < 1:
         raise ValueError(f"repeat is {repeat}; give at least 1")
     with _gradients_kept(model):
-        forward, back = zip(*(_timed(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
+        forward, back = zip(*(_forward_backward_seconds(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
     times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
     behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
     _print_on_first_rank(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
@@ -84,7 +84,7 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limi
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with _gradients_kept(model), profile(activities=activities, record_shapes=True) as found:
-        _timed(model, inputs, backward)
+        _forward_backward_seconds(model, inputs, backward)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     table: str = found.key_averages().table(sort_by=f"{kind}_time_total", row_limit=row_limit)
     _print_on_first_rank(table)
@@ -102,7 +102,7 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _timed(model: nn.Module, inputs: Any, backward: bool) -> tuple[float, float]:
+def _forward_backward_seconds(model: nn.Module, inputs: Any, backward: bool) -> tuple[float, float]:
     args, kwargs = split_inputs(inputs)
     for parameter in model.parameters() if backward else ():
         parameter.grad = None

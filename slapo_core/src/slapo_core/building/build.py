@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.agreement import compare_across_ranks, raise_on_all_ranks
+from ..distributed.agreement import agree_on_error, compare_across_ranks
 from ..interfaces.dialect import Dialect
 from ..interfaces.engine import Engine, PlainEngine
 from ..interfaces.program import Program, Stage
@@ -155,8 +155,8 @@ class BuildPlan:
         Raises:
             BuildError: the schedule and the options do not fit.
         """
-        if sch._root.target is not None:
-            raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
+        if sch.target is not None:
+            raise BuildError(f"the schedule was built for {sch.target!r} already; start a new schedule to build again")
         options = {name: config.pop(name, default) for name, default in DEFAULT_OPTIONS.items()}
         dialect = sch.registry.get("dialect", target) if target is not None else None
         fillers = sch.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
@@ -183,19 +183,16 @@ class BuildPlan:
         Raises:
             BuildError: on every rank, if any rank fails.
         """
-        program, error = self.program, None
+        program = self.program
         device = program.mesh.device_type if program.mesh is not None else "cpu"
         held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
         with ExitStack() as filled:
-            try:
+            with agree_on_error(*_build_ranks(self.schedule)):
                 for fill in self.fillers:
                     if undo := fill(program, held, device):
                         filled.push(undo)
                 if fill_all:
                     materialize(program.module, held, param_init_fn=initialise, seed=seed, device=device)
-            except Exception as err:
-                error = err
-            raise_on_all_ranks(error, *_build_ranks(self.schedule))
             yield
 
     def engine(self) -> Engine:
@@ -209,8 +206,7 @@ def _plan_on_all_ranks(
     sch: Schedule, target: str | None, init_weights: bool | Initialiser | None, param_init_fn: Initialiser | None, **config: Any
 ) -> BuildPlan:
     """Return the plan on every rank, or raise one rank's error on all of them. Collective."""
-    error, lines = None, []
-    try:
+    with agree_on_error(*_build_ranks(sch)):
         init_weights = False if init_weights is None else init_weights
         if not (callable(init_weights) or isinstance(init_weights, bool)) or (param_init_fn and init_weights is not True):
             raise BuildError(f"init_weights is {init_weights!r}; give a bool, or a function of a module and no param_init_fn")
@@ -218,23 +214,16 @@ def _plan_on_all_ranks(
             raise BuildError(f"init_weights is False, and target {target!r} needs values for {empty[0]!r}; leave it out")
         plan = BuildPlan.of(sch, target, **config)
         lines = [*_program_lines(target, plan), *plan.agreed_lines()]
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, *_build_ranks(sch))
     compare_across_ranks(lines, *_build_ranks(sch))
     return plan
 
 
 def _finish_build(sch: Schedule, target: str | None, program: Program, engine: Engine) -> None:
     """Mark the schedule as built, and notify the plugins. Collective."""
-    root, error = sch._root, None
-    root.journal.seal()
-    root.program, root.target = program, target
-    try:
-        root.registry.hook.slapo_after_build(engine=engine)
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, *_build_ranks(sch))
+    sch.journal.seal()
+    sch._root.program, sch._root.target = program, target
+    with agree_on_error(*_build_ranks(sch)):
+        sch.registry.hook.slapo_after_build(engine=engine)
 
 
 def _program_lines(target: str | None, plan: BuildPlan) -> list[str]:

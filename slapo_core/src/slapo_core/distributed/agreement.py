@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,23 +27,6 @@ def mesh_groups(mesh: DeviceMesh | None, group: Group = None) -> Iterator[dist.P
     """
     axes = [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()] if mesh is not None else []
     return (each for each in [*axes, group] if each is not None and dist.get_world_size(each) > 1)
-
-
-def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """All-reduce a tensor in place over every rank of the mesh, and return it. Every rank gets the same bits. Collective.
-
-    Args:
-        values: Any shape, the same on every rank.
-        mesh: None leaves the tensor as it is.
-        op: Reduction of ``torch.distributed``.
-
-    Example:
-        >>> all_reduce(torch.ones(2), mesh=None)
-        tensor([1., 1.])
-    """
-    for group in mesh_groups(mesh):
-        dist.all_reduce(values, op=op, group=group)
-    return values
 
 
 def gather_objects(value: Any, mesh: DeviceMesh | None, group: Group = None) -> list[Any]:
@@ -80,6 +63,25 @@ def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: 
         raise error
     if failures:
         raise BuildError(f"rank {failures[0][0]} failed: {failures[0][1]}")
+
+
+@contextmanager
+def agree_on_error(mesh: DeviceMesh | None, group: Group = None) -> Iterator[None]:
+    """Raise an error of a ``with`` block on every rank of the mesh and ``group``, see ``raise_on_all_ranks``. Collective at
+    the end of the block, which must not communicate.
+
+    Example:
+        >>> with agree_on_error(mesh=None):
+        ...     raise ValueError("no data")
+        Traceback (most recent call last):
+        ValueError: no data
+    """
+    error = None
+    try:
+        yield
+    except Exception as err:
+        error = err
+    raise_on_all_ranks(error, mesh, group)
 
 
 def compare_across_ranks(lines: Sequence[str], mesh: DeviceMesh | None, group: Group = None) -> None:

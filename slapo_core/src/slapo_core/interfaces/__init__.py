@@ -1,5 +1,5 @@
 """Interfaces that plugins implement, and ``Program``, the only input of a ``Dialect``.
 
-``Primitive``, ``Dialect``, ``Engine`` and ``Codec`` are abstract classes; ``hookspecs`` has the hooks. This sub-package may
-import ``modules`` and ``reporting``.
+``Primitive``, ``Dialect``, ``Engine`` and ``Codec`` are abstract classes. This sub-package may import ``modules`` and
+``reporting``.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Primitive(ABC):
         return None
 
 
+@lru_cache(maxsize=1024)
 def takes_checked(primitive: type[Primitive]) -> bool:
     """Return True if ``apply`` receives the result of ``check``: ``checked`` is keyword-only, and no parameter of ``check``."""
     checked = inspect.signature(primitive.apply).parameters.get("checked")
@@ -88,6 +90,7 @@ def takes_checked(primitive: type[Primitive]) -> bool:
     return is_keyword_only and "checked" not in inspect.signature(primitive.check).parameters
 
 
+@lru_cache(maxsize=1024)
 def call_signature(primitive: type[Primitive]) -> inspect.Signature:
     """Return the signature that users see: that of ``apply``, without ``checked``.
 

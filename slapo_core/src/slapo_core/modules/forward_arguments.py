@@ -59,10 +59,9 @@ def named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         named = signature.bind_partial(*args).arguments
     except TypeError as err:
         takes = ", ".join(name for name, each in signature.parameters.items() if each.kind in _POSITIONAL) or "none"
-        problem = (
-            f"{len(args)} positional arguments are given, but the forward of {type(model).__name__} takes {takes} by position"
-        )
-        raise BuildError(f"{problem}; give the others by keyword, and leave out labels that it does not take") from err
+        limit = f"the forward of {type(model).__name__} takes {takes} by position"
+        got = f"{len(args)} positional arguments are given"
+        raise BuildError(f"{got}, but {limit}; give the others by keyword, and leave out labels that it does not take") from err
     if twice := [name for name in named if name in kwargs]:
         raise BuildError(f"{twice[0]!r} is given by position and by keyword; give it once")
     return {**named, **kwargs}
@@ -108,7 +107,5 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
 
 
 def _is_call(value: Any) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    args, kwargs = value
-    return isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (tuple, list))
+    return is_pair and isinstance(value[1], Mapping) and all(isinstance(name, str) for name in value[1])

@@ -41,7 +41,7 @@ class Holders:
         """
         found = self._known_places(value)
         stale = not self._places_by_id or not self.is_reusable or (known and known not in found)
-        if stale or not all(_holds(place, value) for place in found):
+        if stale or not all(_is_held_at(place, value) for place in found):
             self.invalidate()
             for module in root.modules():
                 self._index_members(module)
@@ -92,6 +92,6 @@ def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _holds(place: Place, value: Any) -> bool:
+def _is_held_at(place: Place, value: Any) -> bool:
     holder, name = place
     return holder._parameters.get(name) is value or holder._buffers.get(name) is value or holder._modules.get(name) is value

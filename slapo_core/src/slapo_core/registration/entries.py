@@ -132,14 +132,14 @@ class Entry:
         return PluginError(f"{self.kind} {self.name!r} of {self.provider} cannot be used: {problem}", owner=self.provider)
 
 
-def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entry]:
+def entries_from(kind: str, provided: object, record: PluginRecord, hook: str) -> list[Entry]:
     """Return the entries in the result of a registration hook.
 
     Raises:
         PluginError: the result is not a mapping.
     """
     if not isinstance(provided, Mapping):
-        raise PluginError(f"{HOOKS[kind]}() returned {provided!r}, not a mapping of names", owner=str(record))
+        raise PluginError(f"{hook} of {record} returned {provided!r}; return {{name: {kind}}}", owner=str(record))
     return [Entry(kind, name, target, record) for name, target in provided.items()]
 
 

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 
 import pluggy
 
-from ..interfaces import hookspecs
-from ..interfaces.hookspecs import NAME
+from .. import hookspecs
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError
 from ..reporting.failure_reason import failure_reason
 from ..reporting.logger import get_logger
@@ -29,7 +28,7 @@ _ADD_HOOKSPECS = "slapo_add_hookspecs"
 def discover() -> list[PluginRecord]:
     """Return the installed plugins, sorted by name. Imports none."""
     try:
-        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=NAME)]
+        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=hookspecs.NAME)]
     except Exception:  # one malformed entry_points.txt anywhere on the path stops the fast scan
         found = list(_discover_one_by_one())
     disabled = {name.strip() for name in os.environ.get("SLAPO_DISABLE_PLUGINS", "").split(",")}
@@ -49,7 +48,7 @@ def _discover_one_by_one() -> Iterator[PluginRecord]:
             name = dist.metadata["Name"]
             if name not in seen:
                 seen.add(name)
-                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == NAME]
+                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == hookspecs.NAME]
         except Exception as error:
             get_logger().warning("the entry points of %s cannot be read: %s", name, failure_reason(error))
 
@@ -63,7 +62,7 @@ class Plugins:
 
     def __init__(self, given: Iterable[object] | None = None) -> None:
         self.strict = given is not None or os.environ.get("SLAPO_STRICT_PLUGINS", "0") not in ("", "0")
-        self.manager = pluggy.PluginManager(NAME)
+        self.manager = pluggy.PluginManager(hookspecs.NAME)
         self.manager.add_hookspecs(hookspecs)
         self.manager.add_hookcall_monitoring(lambda *call: None, self._add_owner)
         self.records = discover()
@@ -72,10 +71,10 @@ class Plugins:
             self.records = [record for record in self.records if record.name == "core"] + own
         # each step for all plugins before the next, since a plugin may specify the hooks of another
         for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
-            for record in self._pending():
+            for record in self._loadable_records():
                 with self.guard(record):
                     step(record)
-        for record in self._pending():
+        for record in self._loadable_records():
             record.loaded = True
 
     @contextmanager
@@ -101,7 +100,7 @@ class Plugins:
                     problem.__cause__ = error
                     outcome.force_exception(problem)
 
-    def _pending(self) -> list[PluginRecord]:
+    def _loadable_records(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
 
     def _disable(self, record: PluginRecord, error: BaseException) -> None:
@@ -123,17 +122,17 @@ class Plugins:
         record.plugin = record.entry_point.load() if record.entry_point else record.plugin
 
     def _add_hookspecs(self, record: PluginRecord) -> None:
-        if self._implements(record.plugin, _ADD_HOOKSPECS):
+        if self._is_hook_implementation(record.plugin, _ADD_HOOKSPECS):
             getattr(record.plugin, _ADD_HOOKSPECS)(self.manager)
 
     def _register(self, record: PluginRecord) -> None:
         for name in self._hook_names():
             method = getattr(record.plugin, name, None)
-            if method is not None and inspect.isroutine(method) and not self._implements(record.plugin, name):
+            if method is not None and inspect.isroutine(method) and not self._is_hook_implementation(record.plugin, name):
                 raise PluginError(f"{name} is not marked with @hookimpl", owner=str(record))
         self.manager.register(record.plugin, record.name)
 
-    def _implements(self, plugin: object, name: str) -> bool:
+    def _is_hook_implementation(self, plugin: object, name: str) -> bool:
         return hasattr(plugin, name) and self.manager.parse_hookimpl_opts(plugin, name) is not None
 
     def _hook_names(self) -> list[str]:

@@ -17,7 +17,6 @@ from ..interfaces.codec import Codec
 from ..interfaces.primitive import Primitive
 from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
-from ..reporting.failure_reason import failure_reason
 from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
 from .plugin_record import PluginRecord
 from .plugins import Plugins
@@ -117,8 +116,8 @@ class Registry:
         """The codecs for arguments in saved schedules."""
         return tuple(self.load_all("codec").values())
 
-    def add_primitive(self, primitive: type[Primitive]) -> None:
-        """Register a class in this process. A second definition replaces the first, as happens in notebooks.
+    def add_primitive(self, primitive: PrimitiveClass) -> PrimitiveClass:
+        """Register a class in this process, and return it. A second definition replaces the first, as happens in notebooks.
 
         Raises:
             PluginError: another class provides the name, or the name is reserved.
@@ -131,6 +130,7 @@ class Registry:
                 raise Entry.conflict([other, entry])
         self._entries[entry.kind, entry.name] = [entry]
         self._loaded[entry.kind, entry.name] = primitive
+        return primitive
 
     def entries_of_hook(self, hook: str, kind: str) -> dict[str, list[Entry]]:
         """Return the entries that plugins provide through a registration hook that another plugin specifies, by name.
@@ -142,19 +142,16 @@ class Registry:
         Raises:
             PluginError: the hook of a plugin fails, or does not return a mapping.
         """
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[Entry]] = defaultdict(list)
         records = {id(record.plugin): record for record in self.records}
         for implementation in getattr(self.hook, hook).get_hookimpls():
-            record = records[id(implementation.plugin)]
             try:
                 given = implementation.function()
             except (Exception, SystemExit) as error:
-                raise PluginError(f"{hook} of {record} failed: {failure_reason(error)}", owner=str(record)) from error
-            if not isinstance(given, Mapping):
-                raise PluginError(f"{hook} of {record} returned {given!r}; return {{name: {kind}}}", owner=str(record))
-            for name, target in given.items():
-                found.setdefault(name, []).append(Entry(kind, name, target, record))
-        return found
+                raise self._plugins.hook_error(hook, implementation.plugin, error)[1] from error
+            for entry in entries_from(kind, given, records[id(implementation.plugin)], hook):
+                found[entry.name].append(entry)
+        return dict(found)
 
     def hooks_of(self, record: PluginRecord) -> list[str]:
         """Return the names of the hooks that a plugin implements, sorted."""
@@ -187,7 +184,11 @@ class Registry:
                 calls[id(impl.plugin)].append((kind, impl.function))
         for record in [record for record in self.records if record.loaded]:
             with self._plugins.guard(record):
-                entries = [entry for kind, call in calls[id(record.plugin)] for entry in entries_from(kind, call(), record)]
+                entries = [
+                    entry
+                    for kind, call in calls[id(record.plugin)]
+                    for entry in entries_from(kind, call(), record, HOOKS[kind])
+                ]
                 for entry in entries:
                     entry.check(_RESERVED)
                 for entry in entries:
@@ -290,12 +291,7 @@ def register_primitive() -> Callable[[PrimitiveClass], PrimitiveClass]:
         >>> create_schedule(nn.ReLU()).no_op()
         Schedule('': ReLU)
     """
-
-    def register(primitive: PrimitiveClass) -> PrimitiveClass:
-        default_registry().add_primitive(primitive)
-        return primitive
-
-    return register
+    return default_registry().add_primitive
 
 
 @overload

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..reporting.errors import ScheduleError
-from .serialization import encode, to_source
+from ..reporting.errors import ScheduleError, SlapoError
+from .serialization import encode, imports_of, to_source
 from .transaction import Transaction
+
+FORMAT_VERSION = 1
+"""Version of the files that ``Journal.save`` writes."""
 
 _RANK_SPECIFIC = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 
@@ -104,6 +112,43 @@ class Journal:
         copied._steps = self._steps.copy()
         return copied
 
+    def save(self, path: str | os.PathLike[str], model: str) -> None:
+        """Write the steps to ``*.json`` or ``*.py``. The file is replaced atomically.
+
+        Args:
+            path: The file.
+            model: Class name of the unmodified model.
+
+        Raises:
+            ScheduleError: other suffix, no such folder, or an argument of a step has no written form.
+        """
+        target, written = Path(path), []
+        writers: dict[str, Callable[[list[Any], str], str]] = {".json": self._as_json, ".py": self._as_python}
+        if target.suffix not in writers:
+            raise ScheduleError(f"cannot tell the format of {target.name!r}; end it in .json or .py", primitive="save")
+        for number, step in enumerate(self, 1):
+            with error_prefix(f"step {number}, {step}"):
+                written.append(
+                    {"args": encode(list(step.args)), "kwargs": {key: encode(it) for key, it in step.kwargs.items()}}
+                )
+        text = writers[target.suffix](written, model)
+        if not target.parent.is_dir():
+            raise ScheduleError(f"no folder {str(target.parent)!r} to save {target.name!r} in", primitive="save")
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, target)
+
+    def _as_json(self, written: list[Any], model: str) -> str:
+        facts = [{"path": step.path, "name": step.name, "provider": step.provider} for step in self]
+        steps = [{**of, **arguments} for of, arguments in zip(facts, written, strict=True)]
+        return json.dumps({"slapo_schedule": FORMAT_VERSION, "model": model, "steps": steps}, indent=1) + "\n"
+
+    def _as_python(self, written: list[Any], model: str) -> str:
+        imports = "".join(f"import {module}\n" for module in sorted(imports_of(written) - {"builtins"}))
+        body = "\n".join(f"    {step}" for step in self) or "    pass"
+        doc = f'"""A schedule of {model}."""\n\n'
+        return f"{doc}{imports}{chr(10) * 2 if imports else ''}def schedule(sch):\n{body}\n"
+
     def __len__(self) -> int:
         return len(self._steps)
 
@@ -112,3 +157,12 @@ class Journal:
 
     def __str__(self) -> str:
         return "\n".join(line for step in self._steps for line in step.lines())
+
+
+@contextmanager
+def error_prefix(place: str) -> Iterator[None]:
+    """Raise any error of the block as a ``ScheduleError`` that begins with ``place``."""
+    try:
+        yield
+    except Exception as err:
+        raise ScheduleError(f"{place}: {'' if isinstance(err, SlapoError) else f'{type(err).__name__}: '}{err}") from err

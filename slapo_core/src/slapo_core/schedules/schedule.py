@@ -7,11 +7,10 @@ update of other handles. A handle whose module was removed raises an error.
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, update_wrapper
+from functools import cached_property, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..interfaces.primitive import call_signature
 from ..interfaces.renderable import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
@@ -29,15 +27,11 @@ from ..modules.parameters import name_parameters, parameter_facts
 from ..registration.registry import Registry, default_registry, reserve_names
 from ..reporting.errors import ScheduleError, UnknownNameError
 from .journal import Journal, Step
-from .steps import take_step
+from .steps import schedule_method, take_step
 from .transaction import Transaction
 
 if TYPE_CHECKING:
     from ..interfaces.program import Program
-
-
-class UnknownPrimitiveError(UnknownNameError, AttributeError):
-    """Error of ``sch.<name>`` if no such primitive or attribute exists; an ``AttributeError``, so that ``hasattr`` works."""
 
 
 @dataclass
@@ -103,36 +97,13 @@ class Root:
         return copied
 
 
-def _method(registry: Registry, name: str) -> Callable[..., Any]:
-    """Return the function of a schedule that runs a query or applies a primitive, with its docstring and the users'
-    signature.
-    """
-    if registry.has("query", name):
-        shown = registry.get("query", name)
-        signature = inspect.signature(shown)
-        call: Any = lambda schedule, /, *args, **kwargs: shown(schedule, *args, **kwargs)  # noqa: E731
-        call.__doc__ = shown.__doc__
-    else:
-        try:
-            primitive = registry.primitive(name)
-        except UnknownNameError as err:
-            raise UnknownPrimitiveError(str(err)) from err
-        shown, signature = primitive.apply, call_signature(primitive)
-        call = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
-        call.__doc__ = primitive.__doc__
-    call.__name__ = name
-    first, *others = signature.parameters.values()
-    call.__signature__ = signature.replace(parameters=[first.replace(name="self"), *others])
-    return update_wrapper(call, shown, (), ())
-
-
 class _ScheduleClass(type):
     """Metaclass of ``Schedule``, so that ``help(Schedule.shard)`` describes ``sch.shard``."""
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _method(default_registry(), name)
+        return schedule_method(default_registry(), name)
 
 
 @reserve_names
@@ -154,17 +125,9 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
     _root: Root
     _path: str
 
-    def __init__(
-        self,
-        mod: nn.Module,
-        name: str = "",
-        path: str = "",
-        parent: Schedule | None = None,
-        group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, mod: nn.Module, *args: Any, **options: Any) -> None:
         """Start a schedule; the arguments are those of ``create_schedule``."""
-        made = create_schedule(mod, name, path, parent, group, **options)
+        made = create_schedule(mod, *args, **options)
         self._root, self._path = made._root, made._path
         self._root.handles[self._path] = self
 
@@ -206,7 +169,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
     @property
     def child(self) -> Mapping[str, Schedule]:
         """The schedules of the direct children, by name."""
-        return {name: self._at(name) for name, module in self.mod._modules.items() if module is not None}
+        return {name: self._handle_at(name) for name, module in self.mod._modules.items() if module is not None}
 
     @property
     def root_module(self) -> nn.Module:
@@ -269,9 +232,19 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         return self._root.program
 
     @property
+    def target(self) -> str | None:
+        """Dialect of the engine that ``build`` made of the model; None before it. Afterwards no step is possible."""
+        return self._root.target
+
+    @property
     def example_inputs(self) -> Any:
-        """One batch of the top module's inputs, as passed to ``create_schedule``, or None."""
+        """One batch of the top module's inputs, as passed to ``create_schedule``, or None. A primitive may set it."""
         return self._root.example_inputs
+
+    @example_inputs.setter
+    def example_inputs(self, inputs: Any) -> None:
+        self.on_undo(partial(setattr, self._root, "example_inputs", self._root.example_inputs))
+        self._root.example_inputs = inputs
 
     @property
     def original_names(self) -> dict[str, tuple[str, ...]]:
@@ -288,7 +261,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         Raises:
             UnknownNameError: no such module.
         """
-        handle = self._at(paths.resolve_aliases(self.mod, path))
+        handle = self._handle_at(paths.resolve_aliases(self.mod, path))
         if paths.find(self._root.module, handle._path) is None:
             near = [paths.join(self._path, name) for name in paths.nearby(self.mod, path)]
             raise UnknownNameError.of("module", handle._path, near)
@@ -302,7 +275,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         below.
         """
         for name, _ in list(self.mod.named_modules()):
-            yield paths.join(prefix, name), self._at(name)
+            yield paths.join(prefix, name), self._handle_at(name)
 
     def select(self, pattern: str) -> list[Schedule]:
         """Return the schedules whose path below this one matches a glob: ``*`` within one name, ``**`` over any number of
@@ -314,9 +287,9 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         if not (found := dict(paths.select(self.mod, pattern))):
             known = UnknownNameError.of("module", pattern, paths.nearby(self.mod, pattern))
             raise ScheduleError(f"{known}", path=self._path, primitive="select")
-        return [self._at(name) for name in found]
+        return [self._handle_at(name) for name in found]
 
-    def _at(self, path: str) -> Schedule:
+    def _handle_at(self, path: str) -> Schedule:
         return Schedule._handle(self._root, paths.join(self._path, path))
 
     def apply(self, primitive: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +312,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return MethodType(_method(self._root.registry, name), self)
+        return MethodType(schedule_method(self._root.registry, name), self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._root.registry.names("primitive"), *self._root.registry.names("query")})
@@ -355,20 +328,36 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
         Raises:
             ScheduleError: an argument of a step has no written form; names the step. No file is written.
         """
-        from .schedule_files import save_schedule  # noqa: PLC0415  replay imports this module
-
-        save_schedule(self, path)
+        self.journal.save(path, self._root.model)
 
     def replace_module(self, new: nn.Module) -> None:
         """Put ``new`` in this module's place, at every place of the tree that holds the module."""
-        root, old = self._root, self.mod
-        if not self._path:
-            self.on_undo(partial(setattr, root, "module", old))
-            root.module = new
-            root.holders.invalidate()
-            return
-        parent, name = paths.split(self._path)
-        self._put(old, (root.module.get_submodule(parent), name), new)
+        if self._path:
+            parent, name = paths.split(self._path)
+            self._put(self.mod, (self._root.module.get_submodule(parent), name), new)
+        else:
+            self._replace_root(new)
+
+    def replace_modules(self, replacements: Mapping[nn.Module, nn.Module]) -> None:
+        """Put modules in the places of others throughout the model, in one walk."""
+        self._root.holders.invalidate()
+        for module in list(self._root.module.modules()):
+            for name, child in module._modules.items():
+                if child is not None and child in replacements:
+                    self.touch(module)
+                    module._modules[name] = replacements[child]
+        if self._root.module in replacements:
+            self._replace_root(replacements[self._root.module])
+
+    def share_metadata(self, known: nn.Module, new: nn.Module) -> None:
+        """Give ``new`` the metadata of ``known``, if it has any; both see later changes."""
+        if known in self._root.metadata:
+            self._root.metadata[new] = self._root.metadata[known]
+
+    def _replace_root(self, new: nn.Module) -> None:
+        self.on_undo(partial(setattr, self._root, "module", self._root.module))
+        self._root.module = new
+        self._root.holders.invalidate()
 
     def set_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Put ``tensor`` in the place of a parameter or buffer of this module, at every place where it is tied.

@@ -7,13 +7,15 @@ the snapshot and is raised again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 from ..interfaces.primitive import Primitive, call_signature, takes_checked
-from ..reporting.errors import ScheduleError
+from ..registration.registry import Registry
+from ..reporting.errors import ScheduleError, UnknownNameError
 from .journal import Step
 from .transaction import Snapshot, Transaction
 
@@ -30,7 +32,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         raise ScheduleError(built, path=schedule.path, primitive=name)
     module = schedule.mod
     root.registry.notify("slapo_before_apply", schedule=schedule, name=name, args=args, kwargs=kwargs)
-    _check_arguments(cls, schedule, name, args, kwargs)
+    _check_call(cls, schedule, name, args, kwargs)
     _check_contracts(cls, schedule, name)
 
     transaction = Transaction()
@@ -43,7 +45,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         checked = cls.check(schedule, *args, **kwargs)  # rolled back too, should a plugin's check change something
         root.holders.is_reusable = kept and cls.scope == "module"
         metadata.primitives.setdefault(name, cls.init_metadata())
-        value = cls.apply(schedule, *args, **kwargs, **({"checked": checked} if _takes_checked(cls) else {}))
+        value = cls.apply(schedule, *args, **kwargs, **({"checked": checked} if takes_checked(cls) else {}))
         if transaction.wrote_in_place():
             # the rollback then raises the full message
             raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)
@@ -103,27 +105,21 @@ def savepoint(schedule: Schedule) -> Iterator[None]:
         outer.absorb(inner)
 
 
-_signature = lru_cache(maxsize=1024)(call_signature)
-_takes_checked = lru_cache(maxsize=1024)(takes_checked)
-
-
 @lru_cache(maxsize=1024)
 def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
     """Raise ``TypeError`` if a call does not fit the signature, judged by its number of positional arguments and its
     keywords.
     """
-    _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
-    if "checked" in names and _takes_checked(cls):  # bind accepted it, since apply has **kwargs
+    call_signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
+    if "checked" in names and takes_checked(cls):  # bind accepted it, since apply has **kwargs
         raise TypeError("'checked' is the result of the check, no argument")
 
 
-def _check_arguments(
-    cls: type[Primitive], schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _check_call(cls: type[Primitive], schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         _bind(cls, len(args), tuple(kwargs))
     except TypeError as err:
-        known = ", ".join(map(str, list(_signature(cls).parameters.values())[1:]))
+        known = ", ".join(map(str, list(call_signature(cls).parameters.values())[1:]))
         raise ScheduleError(f"{err}; it takes ({known})", path=schedule.path, primitive=name) from err
 
 
@@ -131,12 +127,12 @@ def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> Non
     if missing := [other for other in cls.requires if other not in schedule.metadata.primitives]:
         raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
     for other in cls.conflicts:
-        if (at := _applied(schedule, other)) is not None:
+        if (at := _find_primitive(schedule, other)) is not None:
             where = "this module" if at == schedule.path else repr(at)
             raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
 
 
-def _applied(schedule: Schedule, name: str) -> str | None:
+def _find_primitive(schedule: Schedule, name: str) -> str | None:
     """Return the path of a module at, above or below the schedule's to which ``name`` was applied, or None."""
     above = schedule.parent
     while above is not None:
@@ -167,3 +163,33 @@ class _MetadataSnapshot(Snapshot):
         self.subject.primitives.clear()
         self.subject.primitives.update(self.primitives)
         self.subject.param_tags ^= self.tags
+
+
+class UnknownPrimitiveError(UnknownNameError, AttributeError):
+    """Error of ``sch.<name>`` if no such primitive or attribute exists; an ``AttributeError``, so that ``hasattr`` works."""
+
+
+def schedule_method(registry: Registry, name: str) -> Callable[..., Any]:
+    """Return the function of a schedule that runs a query or applies a primitive, with its docstring and the users'
+    signature.
+    """
+    if registry.has("query", name):
+        return _method(name, registry.get("query", name))
+    try:
+        return _method(name, registry.primitive(name))
+    except UnknownNameError as err:
+        raise UnknownPrimitiveError(str(err)) from err
+
+
+@lru_cache(maxsize=1024)
+def _method(name: str, provided: Any) -> Callable[..., Any]:
+    if isinstance(provided, type) and issubclass(provided, Primitive):
+        shown, signature = provided.apply, call_signature(provided)
+        call: Any = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
+    else:
+        shown, signature = provided, inspect.signature(provided)
+        call = lambda schedule, /, *args, **kwargs: provided(schedule, *args, **kwargs)  # noqa: E731
+    call.__name__, call.__doc__ = name, provided.__doc__
+    first, *others = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[first.replace(name="self"), *others])
+    return update_wrapper(call, shown, (), ())

@@ -14,29 +14,24 @@ from slapo_core import BuildError
 from slapo_training.checkpoint import Buffers, copy_to_cpu, drop_other_buffers
 
 from ..process_state._deepspeed_private import replaced_save, saves_in_background
-from .tensor_index import Places, tensors_in
+from .tensor_index import TensorIndex, tensors_in
 
 
 class Files:
     """Checkpoint files of this rank.
 
-    Args:
-        folder: Directory of the files.
-        noting: Index that records each file's tensors before the file is written.
-        copies: Buffers for copies of the tensors' present values; None to write each file at once.
+    ``noting`` records each file's tensors before the file is written. ``copies`` are buffers for copies of the tensors'
+    present values; with None each file is written at once.
     """
 
-    def __init__(self, folder: Path, noting: Places, copies: Buffers | None) -> None:
+    def __init__(self, folder: Path, noting: TensorIndex, copies: Buffers | None) -> None:
         self._folder, self._noting, self._copies = folder, noting, copies
         self._left: list[Callable[[], None]] = []
 
     def take(self, model: Any) -> None:
-        """Have DeepSpeed hand over its files. Collective.
+        """Have DeepSpeed's engine hand over its files. Collective.
 
         An error of one rank is raised after DeepSpeed's save, because the other ranks wait inside it.
-
-        Args:
-            model: DeepSpeed's engine.
 
         Raises:
             BuildError: DeepSpeed's config has its own background writer.
@@ -47,10 +42,10 @@ class Files:
                 "DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config"
             )
 
-        def noted(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        def write_and_record(write: Any, state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
             name = Path(path).relative_to(self._folder).as_posix()
             try:
-                self._noting.see(state_dict, name)
+                self._noting.record_tensors(state_dict, name)
                 if self._copies is None:
                     return write(state_dict, path, *args, **kwargs)
                 state = _copy(state_dict, name, self._copies, keys)
@@ -58,7 +53,7 @@ class Files:
             except Exception as err:
                 errors.append(err)
 
-        with replaced_save(model, noted):
+        with replaced_save(model, write_and_record):
             model.save_checkpoint(str(self._folder))
         if self._copies is not None:
             drop_other_buffers(keys, self._copies)
@@ -66,19 +61,14 @@ class Files:
             raise errors[0]
 
     def write(self) -> None:
-        """Write the copied files."""
         for write in self._left:
             write()
 
 
 def _copy(state: Any, name: str, copies: Buffers, keys: set[Any]) -> Any:
-    """Return a copy of a file's content. Each memory is copied once, and views keep sharing it.
+    """Return a copy of a file's content; ``keys`` collects those of the buffers in use.
 
-    Args:
-        state: Content of the file.
-        name: Name of the file.
-        copies: Buffers by file and by index of the memory within it.
-        keys: Collects the keys of the buffers in use.
+    Each memory is copied once, and views keep sharing it. Buffers are by file and by index of the memory within it.
     """
     known: dict[int, Any] = {}
     memories: dict[Any, torch.UntypedStorage] = {}

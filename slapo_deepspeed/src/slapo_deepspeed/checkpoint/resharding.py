@@ -13,17 +13,11 @@ from slapo_training.engines import check_shapes
 from ..optimizer.local_tensors import Share, Shares
 from ..process_state._deepspeed_private import COUNTERS, loss_scaler, set_counters
 from .tensor_index import WEIGHT
-from .tensor_reader import SAME_LAYOUT, Saved
+from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 
-class Taken:
-    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective.
-
-    Args:
-        model: DeepSpeed's engine.
-        shares: This rank's shares of the tensors.
-        program: The program that the engine runs.
-    """
+class ReshardedState:
+    """Data that an engine reads from a checkpoint; the engine is unchanged until ``put``. The constructor is collective."""
 
     def __init__(self, model: Any, shares: Shares, program: Program) -> None:
         self._model, self._shares = model, shares
@@ -38,7 +32,7 @@ class Taken:
         self._common: Mapping[str, Any] = {}
         self._scale: Any = None
 
-    def read(self, saved: Saved) -> None:
+    def read(self, saved: CheckpointReader) -> None:
         """Read this rank's data. Not collective.
 
         Raises:
@@ -46,10 +40,10 @@ class Taken:
         """
         check_shapes(saved.shapes(), self._shapes)
         if self._shares.optimizer is not None:
-            self._options = self._chosen(saved)
+            self._options = self._group_options(saved)
         self._common = self._chosen_common(saved)
         self._scale = next((each["scale"] for each in saved.places if each["scale"] is not None), None)
-        self._weights = [self._numbers(saved, share, WEIGHT) for share in self._shares.held]
+        self._weights = [self._read_elements(saved, share, WEIGHT) for share in self._shares.held]
         stepped: dict[int, tuple[torch.Tensor, list[Share]]] = {}
         for share in self._shares.held:
             if share.stepped is not None:
@@ -60,8 +54,7 @@ class Taken:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Put the data into the engine. Collective."""
-        with self._shares.writing():
+        with self._shares.write_context():
             for share, numbers in zip(self._shares.held, self._weights, strict=True):
                 share.value.copy_(numbers.view(share.value.shape))
             if self._shares.optimizer is not None:
@@ -73,16 +66,16 @@ class Taken:
             self._model.lr_scheduler.load_state_dict(self._common["lr_scheduler"])
         set_counters(self._model, self._common)
 
-    def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
+    def _read_elements(self, saved: CheckpointReader, share: Share, key: str) -> torch.Tensor:
         return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
 
-    def _state(self, saved: Saved, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
+    def _state(self, saved: CheckpointReader, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
         """Return the optimizer's state for one stepped tensor; elements without a saved state get zeros."""
         state: dict[str, Any] = {}
         found: dict[str, dict[tuple[Any, Any], str]] = {}
         for share in shares:
             for key in saved.keys(share.name):
-                numbers = self._numbers(saved, share, key)
+                numbers = self._read_elements(saved, share, key)
                 if key not in state:
                     state[key] = torch.zeros(stepped.shape, dtype=numbers.dtype)
                 part = share.of(state[key])
@@ -97,7 +90,7 @@ class Taken:
             state[key] = value if kind is None else torch.tensor(value, dtype=kind)
         return state
 
-    def _chosen(self, saved: Saved) -> list[dict[str, Any]]:
+    def _group_options(self, saved: CheckpointReader) -> list[dict[str, Any]]:
         """Return the saved options of this rank's groups.
 
         Raises:
@@ -112,7 +105,7 @@ class Taken:
             where = "the checkpoint's, not this engine's" if name in options else "this engine's, not the checkpoint's"
             raise BuildError(f"{name!r} is in a group of {where} optimizer; build with the same parameters to train")
         for name in sorted(self._stepped):
-            if odd := saved.odd(name):
+            if odd := saved.unsupported_state(name):
                 raise BuildError(
                     f"{odd!r} in the state of {type(self._shares.optimizer).__name__} is no number for each element of "
                     f"{name!r}; {SAME_LAYOUT}"
@@ -129,7 +122,7 @@ class Taken:
             found.append(next(iter(own.values())))
         return found
 
-    def _chosen_common(self, saved: Saved) -> dict[str, Any]:
+    def _chosen_common(self, saved: CheckpointReader) -> dict[str, Any]:
         """Return the counters and the state of the learning-rate schedule, from a rank with the same group options.
 
         Raises:

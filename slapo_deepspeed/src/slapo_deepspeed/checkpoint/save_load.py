@@ -15,17 +15,17 @@ from slapo_training.batches import fingerprint
 from slapo_training.checkpoint import Buffers
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks, run_on_all_ranks
-from slapo_training.ema import Taken as TakenAverages
-from slapo_training.engines import Beside, Position, checkpoint_files
+from slapo_training.ema import Averages
+from slapo_training.engines import EngineExtras, Position, checkpoint_files
 from slapo_training.model import buffers, make_dense, parameters
 from slapo_training.optimizers import whole_tensor_checkpoint
 
-from ..optimizer.local_tensors import Shares, why_not
+from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
 from .file_writer import Files
-from .resharding import Taken
-from .tensor_index import Places, name_of
-from .tensor_reader import SAME_LAYOUT, Saved
+from .resharding import ReshardedState
+from .tensor_index import TensorIndex, name_of
+from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 if TYPE_CHECKING:
     from ..engine import DeepSpeedEngine
@@ -35,22 +35,18 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Checkpoint that this engine can load.
 
-    Args:
-        folder: Directory of DeepSpeed's files.
-        beside: Position of training, and this rank's saved random states and buffers.
-        taken: Data read from a checkpoint of another layout; None if DeepSpeed reads the checkpoint itself.
-        states: States of a whole-tensor optimizer, by rank.
-        averages: Moving averages of the weights.
+    ``taken`` is read from a checkpoint of another layout, None if DeepSpeed reads the checkpoint itself; ``states`` are those
+    of a whole-tensor optimizer, by rank.
     """
 
     folder: Path
-    beside: Beside
-    taken: Taken | None = None
+    beside: EngineExtras
+    taken: ReshardedState | None = None
     states: list[dict[str, Any]] = field(default_factory=list)
-    averages: TakenAverages = field(default_factory=list)
+    averages: Averages = field(default_factory=list)
 
 
-def prepared(
+def prepare_save(
     engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """Return a function that writes DeepSpeed's checkpoint and the files beside it. Collective.
@@ -65,8 +61,8 @@ def prepared(
     if model.optimizer is not None and inner_optimizer(model) is None:
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(engine), "parameters": _parameters(program), **_steps(model, program)}
-    places: list[Places] = []
-    ranks.run_on_all(lambda: places.append(Places(model, module, program)))
+    places: list[TensorIndex] = []
+    ranks.run_on_all(lambda: places.append(TensorIndex(model, module, program)))
 
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         files, beside = Files(folder, places[0], copies), dict[str, bytes]()
@@ -74,7 +70,7 @@ def prepared(
         def gather() -> None:
             files.take(model)
             beside.update(places[0].files(ranks.index))
-            if (states := whole_tensor_checkpoint.packed(inner_optimizer(model), parameters(module))) is not None:
+            if (states := whole_tensor_checkpoint.pack_state(inner_optimizer(model), parameters(module))) is not None:
                 beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
 
         def put() -> None:
@@ -89,10 +85,10 @@ def prepared(
         return write
 
     given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
-    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
+    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
 
 
-def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
+def prepare_load(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
     """Check that a checkpoint can be loaded, and read it if it is of another layout. Collective; the engine is unchanged.
 
     Raises:
@@ -115,12 +111,12 @@ def checked(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
         whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
 
     ranks.run_on_all(check)
-    with checkpoint_folder.reading(complete):
+    with checkpoint_folder.read_context(complete):
         checkpoint_folder.verify(complete, ranks)
-        found = Checkpoint(complete.data, checkpoint_files.read_beside(complete, program, held))
+        found = Checkpoint(complete.data, checkpoint_files.read_extras(complete, program, held))
         found.averages = engine.averages.read(complete, ranks)
         if not _is_same(complete, engine):
-            found.taken = _taken(complete, engine)
+            found.taken = _read_resharded(complete, engine)
         if saved["whole"] and inner_optimizer(model) is not None:
             number = saved["pp"] * saved["dp"] * saved["tp"]
             ranks.run_on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
@@ -138,23 +134,23 @@ def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) ->
 
     def look() -> bool:
         about = torch.load(complete.data / name_of(place), weights_only=True)
-        return bool(about["why_not"] or why_not(engine.model, engine.module)) or _shares(engine).are_like(about)
+        return bool(about["why_not"] or unsupported_reason(engine.model, engine.module)) or _shares(engine).has_layout(about)
 
     return all(Ranks.of(program).run_on_all(look))
 
 
-def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> Taken:
+def _read_resharded(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> ReshardedState:
     """Read this rank's data from a checkpoint of another layout. Collective."""
     saved, shares = complete.about, list[Shares]()
 
     def check() -> None:
-        if reason := why_not(engine.model, engine.module):
+        if reason := unsupported_reason(engine.model, engine.module):
             raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
         shares.append(_shares(engine))
 
     def read() -> None:
         try:
-            parts = Saved(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
+            parts = CheckpointReader(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
             taken.read(parts)
         except BuildError:
             raise
@@ -164,7 +160,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> T
             ) from err
 
     run_on_all_ranks(check, engine.program)
-    taken = Taken(engine.model, shares[0], engine.program)
+    taken = ReshardedState(engine.model, shares[0], engine.program)
     run_on_all_ranks(read, engine.program)
     return taken
 
@@ -174,7 +170,7 @@ def _shares(engine: DeepSpeedEngine) -> Shares:
 
 
 def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
-    """Load a checkpoint that ``checked`` returned. Collective.
+    """Load a checkpoint that ``prepare_load`` returned. Collective.
 
     Raises:
         BuildError: on every rank: reading failed; the weights may have changed.

@@ -12,21 +12,19 @@ from slapo_core import BuildError, Program
 from slapo_training.checkpoint import check_plain
 from slapo_training.engines import bytes_of
 
-from ..optimizer.local_tensors import Shares, why_not
+from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import loss_scaler
 
 WEIGHT = ""
 """State name that stands for the weight itself, or for a buffer."""
 
 
-class _Wanted(NamedTuple):
+class _TensorRequest(NamedTuple):
     """Elements to find in a file.
 
     Args:
-        name: Name of the tensor in the unmodified model.
         key: Name of an optimizer state, or ``WEIGHT``.
         start: Offset of the elements in this rank's shard.
-        value: The elements.
         aliases: Names that a file may use for a copy of the weight.
     """
 
@@ -37,7 +35,7 @@ class _Wanted(NamedTuple):
     aliases: tuple[str, ...]
 
 
-class Places:
+class TensorIndex:
     """Recorder of where DeepSpeed writes this rank's elements. Tensors are identified by their memory.
 
     A tensor that DeepSpeed copies before it writes is identified by name and equal values. Elements that DeepSpeed does not
@@ -46,13 +44,12 @@ class Places:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self._found: list[tuple[Any, ...]] = []
-        self._wanted: list[_Wanted] = []
-        self._about: dict[str, Any] = {"why_not": why_not(model, module), "common": None, "scale": None}
+        self._wanted: list[_TensorRequest] = []
+        self._about: dict[str, Any] = {"why_not": unsupported_reason(model, module), "common": None, "scale": None}
         if not self._about["why_not"]:
             shares = Shares(model, module, program)
             self._collect(shares, module)
@@ -68,21 +65,21 @@ class Places:
             aliases.setdefault(id(tensor), []).extend((local, f"stage.{local}"))
         known = {name: tuple(aliases.get(key, ())) for key, name in shares.names.items()}
         for share in shares.own:
-            self._wanted.append(_Wanted(share.name, WEIGHT, share.start, share.value, known[share.name]))
+            self._wanted.append(_TensorRequest(share.name, WEIGHT, share.start, share.value, known[share.name]))
             if shares.optimizer is None or share.stepped is None:
                 continue
             for key, value in shares.optimizer.state.get(share.stepped, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == share.stepped.shape:
-                    self._wanted.append(_Wanted(share.name, key, share.start, share.of(value), ()))
+                    self._wanted.append(_TensorRequest(share.name, key, share.start, share.of(value), ()))
                 elif isinstance(value, torch.Tensor) and value.dim() == 0:
                     numbers.setdefault(share.name, {})[key] = (value.item(), value.dtype)
                 elif not isinstance(value, torch.Tensor | list | tuple | dict):
                     numbers.setdefault(share.name, {})[key] = (value, None)
                 else:
                     odd.setdefault(share.name, []).append(key)
-        self._about.update(shares.about(), numbers=numbers, odd=odd)
+        self._about.update(shares.layout(), numbers=numbers, odd=odd)
 
-    def see(self, state: Any, file: str) -> None:
+    def record_tensors(self, state: Any, file: str) -> None:
         """Record the tensors in the content of a file, before DeepSpeed writes it."""
         if isinstance(state, dict) and "lr_scheduler" in state and "global_steps" in state:
             self._about["common"] = file
@@ -105,11 +102,7 @@ class Places:
         self._wanted = left
 
     def files(self, place: int) -> dict[str, bytes]:
-        """Return the index file, and if DeepSpeed left elements out, a file with their present values.
-
-        Args:
-            place: Index of this rank among all.
-        """
+        """Return the index file, and if DeepSpeed left elements out, a file with their present values."""
         found: dict[str, bytes] = {}
         if self._wanted:
             rest = f"rest-{place}.pt"
@@ -124,12 +117,11 @@ class Places:
         found[name_of(place)] = bytes_of(self._about)
         return found
 
-    def _note(self, each: _Wanted, file: str, at: Any, offset: int) -> None:
+    def _note(self, each: _TensorRequest, file: str, at: Any, offset: int) -> None:
         self._found.append((each.name, each.key, each.start, each.value.numel(), file, at, offset))
 
 
 def name_of(place: int) -> str:
-    """Return the name of a rank's index file."""
     return f"places-{place}.pt"
 
 

@@ -17,7 +17,7 @@ from .tensor_index import WEIGHT, name_of
 SAME_LAYOUT = "load it on the layout and with the stage of ZeRO that it was saved with"
 
 
-class _Found(NamedTuple):
+class _FileRange(NamedTuple):
     """Elements in a file: at ``start`` in a part, and at ``offset`` in the tensor under the keys ``at``."""
 
     start: int
@@ -32,15 +32,11 @@ class _Part(NamedTuple):
 
     full_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
-    found: dict[str, list[_Found]]
+    found: dict[str, list[_FileRange]]
 
 
-class Saved:
-    """Checkpoint whose tensors are read by original names.
-
-    Args:
-        folder: Directory of its files.
-        ranks: Number of ranks that wrote it.
+class CheckpointReader:
+    """Checkpoint of some number of ranks whose tensors are read by original names.
 
     Raises:
         BuildError: the checkpoint cannot be loaded on another layout.
@@ -58,10 +54,9 @@ class Saved:
             for name, (shape, ranges) in each["pieces"].items():
                 self.parts.setdefault(name, {}).setdefault((shape, ranges), _Part(shape, ranges, {}))
             for name, key, *found in each["found"]:
-                self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_Found(*found))
+                self.parts[name][each["pieces"][name]].found.setdefault(key, []).append(_FileRange(*found))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shapes of all parameters and buffers."""
         return {name: next(iter(parts.values())).full_shape for name, parts in self.parts.items()}
 
     def keys(self, name: str) -> set[str]:
@@ -69,14 +64,9 @@ class Saved:
         return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
 
     def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
-        """Read a range of a tensor's elements, flat; only rows that contain some of them are read from the files.
+        """Read a range of a shard's elements, flat; only rows that contain some of them are read from the files.
 
-        Args:
-            name: Name of the tensor in the unmodified model.
-            key: An optimizer state, or ``WEIGHT``.
-            wanted: Position of the shard that contains the elements.
-            start: Offset of the elements in the shard.
-            size: Number of elements.
+        ``key`` is an optimizer state, or ``WEIGHT``. ``wanted`` is the position of the shard, ``start`` the offset in it.
 
         Raises:
             BuildError: the checkpoint lacks some elements.
@@ -90,12 +80,12 @@ class Saved:
         for part in self.parts[name].values():
             if key not in part.found or bool(has.all()):
                 continue
-            source, before = _overlapping(part, wanted)
+            source, before = _overlapping_rows(part, wanted)
             if source is None:
                 continue
             local, known = self._local(part.found[key], source.tensor.shape, before)
             made = torch.empty(wanted.tensor.shape, dtype=local.dtype) if made is None else made
-            for one, other in _common(source, wanted):
+            for one, other in _common_boxes(source, wanted):
                 other.of(made).copy_(one.of(local))
                 other.of(has).logical_or_(one.of(known))
         if made is None or not has.all():
@@ -103,13 +93,10 @@ class Saved:
             raise BuildError(f"the checkpoint has {int(has.sum())} of {has.numel()} numbers of {what}; load another one")
         return made.view(-1).narrow(0, start, size)
 
-    def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _local(self, found: list[_FileRange], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some rows of a part as saved by all replicas, and a mask of the elements that were found.
 
-        Args:
-            found: Positions of the part's elements in the files.
-            shape: Shape of the rows.
-            before: Number of the part's elements before the rows.
+        ``before`` is the number of the part's elements before the rows.
         """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
         for each in found:
@@ -125,7 +112,7 @@ class Saved:
                 known[own].fill_(True)
         return line.view(shape), known.view(shape)
 
-    def _tensor(self, found: _Found) -> Any:
+    def _tensor(self, found: _FileRange) -> Any:
         value = self.file(found.file)
         for key in found.at:
             value = value[key]
@@ -147,7 +134,7 @@ class Saved:
                 found.setdefault(key, set()).add(value)
         return found
 
-    def odd(self, name: str) -> str:
+    def unsupported_state(self, name: str) -> str:
         """Return a state that is neither a scalar nor has a number for each element, or ''."""
         return next((key for each in self.places for key in each["odd"].get(name, ())), "")
 
@@ -156,27 +143,20 @@ def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
     return [sum(stop - start for start, stop in each) for each in ranges]
 
 
-def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
+def _overlapping_rows(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
     """Return the rows of a part that overlap ``wanted``, or None, and the number of the part's elements before them."""
     source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
-    boxes = [one for one, _ in _common(source, wanted)]
+    boxes = [one for one, _ in _common_boxes(source, wanted)]
     if not boxes or not part.ranges:
         return (source if boxes else None), 0
     first, last = min(box.local[0] for box in boxes), max(box.local[0] + box.sizes[0] for box in boxes)
     return source.rows(first, last), first * source.tensor[0].numel()
 
 
-def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
+def _common_boxes(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:
     """Yield the boxes that both pieces contain, as a chunk of each."""
     for one in source.chunks():
         for other in wanted.chunks():
-            lows = [max(each) for each in zip(one.offset, other.offset, strict=True)]
-            ends = zip(one.offset, one.sizes, other.offset, other.sizes, strict=True)
-            sizes = [min(a + size, b + own) - low for (a, size, b, own), low in zip(ends, lows, strict=True)]
-            if all(size > 0 for size in sizes):
-                yield _box(one, lows, sizes), _box(other, lows, sizes)
-
-
-def _box(chunk: Chunk, offset: list[int], sizes: list[int]) -> Chunk:
-    local = (at + low - start for at, low, start in zip(chunk.local, offset, chunk.offset, strict=True))
-    return Chunk(tuple(local), tuple(offset), tuple(sizes))
+            first, second = one.inside(other.offset, other.sizes), other.inside(one.offset, one.sizes)
+            if first is not None and second is not None:
+                yield first, second

@@ -23,18 +23,14 @@ _OFFLOADED = ("cpu", "nvme")
 
 
 def check_section(name: str, section: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or a scheduler without a type, or with a string for a number.
-
-    Args:
-        name: ``"optimizer"`` or ``"scheduler"``.
-        section: The section of DeepSpeed's config.
+    """Refuse an optimizer or a scheduler of DeepSpeed's config without a type, or with a string for a number.
 
     Raises:
         BuildError: the type is missing, ``params`` is no object, or a parameter is a string instead of a number.
     """
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(kind, str):
-        raise BuildError(f"the {name} in DeepSpeed's config has {_found('type', kind)}; give the name of its class")
+        raise BuildError(f"the {name} in DeepSpeed's config has {_describe('type', kind)}; give the name of its class")
     if not isinstance(params, Mapping):
         raise BuildError(f"params of the {name} in DeepSpeed's config is {params!r}; it has to be an object")
     for key, value in params.items():
@@ -60,9 +56,7 @@ def with_torch_adam(section: Mapping[str, Any]) -> dict[str, Any]:
 def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
     """Return a factory of the config's optimizer if it may need whole tensors, but DeepSpeed would step shards; else None.
 
-    Args:
-        settled: The configuration that DeepSpeed gets.
-        has_parts: True if ranks hold tensor-parallel shards.
+    With ``has_parts``, ranks hold tensor-parallel shards.
 
     Raises:
         BuildError: the optimizer is Muon, and ranks hold shards of the matrices that it steps.
@@ -88,10 +82,7 @@ def is_offloaded(given: Mapping[str, Any]) -> bool:
 
 
 def check_made(settled: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or a scheduler that DeepSpeed could not make.
-
-    Args:
-        settled: The configuration that DeepSpeed gets.
+    """Refuse an optimizer or a scheduler in the settled configuration that DeepSpeed could not make.
 
     Raises:
         BuildError: the type is unknown, or the class takes other parameters.
@@ -171,7 +162,7 @@ def _kind(config: Mapping[str, Any]) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
 
-def _found(key: str, value: Any) -> str:
+def _describe(key: str, value: Any) -> str:
     return f"no {key}" if value is None else f"{key} {value!r}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from slapo_core import BuildError, UnknownNameError
@@ -16,12 +17,8 @@ from .config_optimizer import check_made
 def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
     """Let DeepSpeed read a configuration, and check that it reads every key that the user gave.
 
-    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults.
-
-    Args:
-        config: The configuration that DeepSpeed gets.
-        given: The part of it that the user gave.
-        replicas: Number of data-parallel ranks, on which batch sizes depend.
+    DeepSpeed ignores an unknown key, for example ``zero_optimisation``, and would train with its defaults. Batch sizes depend
+    on the number of data-parallel ``replicas``.
 
     Raises:
         BuildError: DeepSpeed never reads a given key, or refuses the configuration, or cannot make its optimizer.
@@ -30,16 +27,17 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
 
     check_made(config)
     _check_pipeline(given)
-    asked = _Asked(config)
+    asked = _ReadTracker(config)
     try:
         with without_warnings():
-            read_config(asked, _Replicas(replicas))
+            # DeepSpeed asks an ``mpu`` for the number of replicas when it reads batch sizes
+            read_config(asked, SimpleNamespace(get_data_parallel_world_size=lambda: replicas))
     except ValidationError as err:
         raise BuildError(f"DeepSpeed refuses its config: {'; '.join(_refusals(err, given))}") from err
     except (AssertionError, TypeError, ValueError, KeyError) as err:
         raise BuildError(f"DeepSpeed refuses its config: {str(err) or type(err).__name__}") from err
     for section, key, known in asked.unread():
-        if _holds(given, [section, key] if section else [key]):
+        if _has_path(given, [section, key] if section else [key]):
             whose = f"{section} in DeepSpeed's config" if section else "DeepSpeed's config"
             raise BuildError(str(UnknownNameError.of("key", key, known, whose=whose)))
 
@@ -55,21 +53,11 @@ def _check_pipeline(given: Mapping[str, Any]) -> None:
             raise BuildError(str(UnknownNameError.of("key", key, _PIPELINE, notes, "pipeline in DeepSpeed's config")))
 
 
-class _Replicas:
-    """Stand-in for the ``mpu`` that DeepSpeed asks for the number of replicas when it reads batch sizes."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._number
-
-
-class _Asked(dict[str, Any]):
+class _ReadTracker(dict[str, Any]):
     """Dict that records which keys were read, in nested dicts too; iterating over a dict reads all of its keys."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__({key: _Asked(value) if isinstance(value, Mapping) else value for key, value in values.items()})
+        super().__init__({key: _ReadTracker(value) if isinstance(value, Mapping) else value for key, value in values.items()})
         self._asked: set[str] = set()
 
     def unread(self) -> Iterator[tuple[str, str, set[str]]]:
@@ -80,7 +68,7 @@ class _Asked(dict[str, Any]):
         for section, value in super().items():
             if section not in self._asked:
                 yield "", section, self._asked
-            elif isinstance(value, _Asked) and value._asked:  # otherwise the section was read as a whole
+            elif isinstance(value, _ReadTracker) and value._asked:  # otherwise the section was read as a whole
                 for key in dict.keys(value) - value._asked:
                     yield section, key, value._asked
 
@@ -107,17 +95,17 @@ class _Asked(dict[str, Any]):
     def keys(self) -> Any:
         return _Keys(self)
 
-    def __copy__(self) -> _Asked:
+    def __copy__(self) -> _ReadTracker:
         return self
 
-    def __deepcopy__(self, memo: Any) -> _Asked:
+    def __deepcopy__(self, memo: Any) -> _ReadTracker:
         return self
 
 
 class _Keys:
-    """Key view of ``_Asked``: a membership test reads the key."""
+    """Key view of ``_ReadTracker``: a membership test reads the key."""
 
-    def __init__(self, of: _Asked) -> None:
+    def __init__(self, of: _ReadTracker) -> None:
         self._of = of
 
     def __contains__(self, key: object) -> bool:
@@ -131,7 +119,7 @@ def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield pydantic's findings, each with its path in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
-        section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]
+        section = [key for key, value in given.items() if isinstance(value, Mapping) and _has_path(value, place)]
         sentence = f"{'.'.join([*section[:1], *place])}: {found['msg']}"
         near = difflib.get_close_matches(place[-1], _fields(error.title), n=1) if found["type"] == "extra_forbidden" else []
         yield f"{sentence}, did you mean {near[0]!r}?" if near else sentence
@@ -150,7 +138,7 @@ def _names(model: Any) -> Iterator[str]:
                 yield from kind.model_fields
 
 
-def _holds(values: Any, path: list[str]) -> bool:
+def _has_path(values: Any, path: list[str]) -> bool:
     for key in path:
         if not isinstance(values, Mapping) or key not in values:
             return False

@@ -13,29 +13,9 @@ def _is_on_cpu(program: Program) -> bool:
     return program.mesh is None or program.mesh.device_type == "cpu"
 
 
-def _is_half_on_cpu(program: Program, options: DeepSpeedOptions) -> bool:
-    return options.settled_precision == "fp16" and _is_on_cpu(program)
-
-
-def _shares_out_nothing(program: Program, options: DeepSpeedOptions) -> str:
-    return f"stage {options.zero_stage}" if options.zero_stage and not options.trains else ""
-
-
-def _is_bf16_without_zero(program: Program, options: DeepSpeedOptions) -> bool:
-    return options.settled_precision == "bf16" and not options.zero_stage and options.trains
-
-
-def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
-    return next((repr(name) for name, parameter in program.module.named_parameters() if parameter.dim() == 0), "")
-
-
 def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
     stages, ranks = len(program.stages), program.axis_size("pp")
     return f"{stages} stages with pp={ranks}" if stages != ranks else ""
-
-
-def _shares_out_stages(program: Program, options: DeepSpeedOptions) -> str:
-    return f"stage {options.zero_stage}" if len(program.stages) > 1 and options.zero_stage > 1 else ""
 
 
 def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
@@ -46,30 +26,14 @@ def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
     return ""
 
 
-def _recomputes(program: Program, options: DeepSpeedOptions) -> bool:
-    return bool(options.section("pipeline").get("activation_checkpoint_interval"))
-
-
 def _partitions(program: Program, options: DeepSpeedOptions) -> str:
     asked = [key for key in ("pipe_partitioned", "grad_partitioned") if options.section("pipeline").get(key)]
     return asked[0] if asked and len(program.stages) > 1 else ""
 
 
-def _compiles(program: Program, options: DeepSpeedOptions) -> str:
-    return compiled_on_cpu(options.given) if _is_on_cpu(program) else ""
-
-
 def _needs_the_loss(program: Program, options: DeepSpeedOptions) -> bool:
     named = options.section("scheduler").get("type") == "ReduceLROnPlateau"
     return named or bool(NO_PLATEAU.applies(program, options))
-
-
-def _splits_itself(program: Program, options: DeepSpeedOptions) -> bool:
-    return bool(options.section("tensor_parallel"))
-
-
-def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
-    return options.given.get("managed_gradient_accumulation", True) is not True
 
 
 def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
@@ -80,19 +44,27 @@ def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
 
 LIMITS = (
     *ALL_RANKS,
-    Limit("fp16 on a CPU", "use precision='bf16'", _is_half_on_cpu),
-    Limit("stages 1 to 3 of ZeRO without an optimizer", "give optimizer=, or stage 0", _shares_out_nothing),
+    Limit("fp16 on a CPU", "use precision='bf16'", lambda prog, opts: opts.settled_precision == "fp16" and _is_on_cpu(prog)),
+    Limit(
+        "stages 1 to 3 of ZeRO without an optimizer",
+        "give optimizer=, or stage 0",
+        lambda _, options: f"stage {options.zero_stage}" if options.zero_stage and not options.trains else "",
+    ),
     Limit(
         "training in bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made",
         "use stage 1, or leave zero_optimization out of the config",
-        _is_bf16_without_zero,
+        lambda program, options: options.settled_precision == "bf16" and not options.zero_stage and options.trains,
     ),
-    Limit("a parameter without dimensions", "give it the shape (1,)", _has_no_dimensions),
+    Limit(
+        "a parameter without dimensions",
+        "give it the shape (1,)",
+        lambda program, _: next((repr(name) for name, each in program.module.named_parameters() if each.dim() == 0), ""),
+    ),
     Limit("several stages on a rank", "make pp as large as there are stages, or use target='torch'", _has_several_stages),
     Limit(
         "stage 2 or 3 of ZeRO with a pipeline",
         "use stage 1, or target='torch' with data_parallel='fsdp'",
-        _shares_out_stages,
+        lambda program, options: f"stage {options.zero_stage}" if len(program.stages) > 1 and options.zero_stage > 1 else "",
     ),
     Limit(
         "stage 3 of ZeRO where tensor-parallel ranks run different branches of a module, as all ranks have to run the same "
@@ -108,20 +80,30 @@ LIMITS = (
         odd_dtype,
     ),
     NO_CLIPPED_COPIES,
-    Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
+    Limit(
+        "activation_checkpoint_interval, which runs a stage twice",
+        "use checkpoint() of the schedule",
+        lambda program, options: bool(options.section("pipeline").get("activation_checkpoint_interval")),
+    ),
     Limit(
         "a pipeline with messages partitioned, where one value with a gradient could cross",
         "leave pipe_partitioned and grad_partitioned out of the config",
         _partitions,
     ),
     Limit(
-        "tensor_parallel in the config", "leave it out, and use tensor_parallel() or shard() of the schedule", _splits_itself
+        "tensor_parallel in the config",
+        "leave it out, and use tensor_parallel() or shard() of the schedule",
+        lambda program, options: bool(options.section("tensor_parallel")),
     ),
     Limit(
         "on a CPU an optimizer in the config that DeepSpeed compiles",
         "give optimizer=, or Adam or AdamW, which are torch's there",
-        _compiles,
+        lambda program, options: compiled_on_cpu(options.given) if _is_on_cpu(program) else "",
     ),
-    Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
+    Limit(
+        "managed_gradient_accumulation off, as micro-batches are accumulated",
+        "leave it on",
+        lambda program, options: options.given.get("managed_gradient_accumulation", True) is not True,
+    ),
 )
 """Limits in the order in which they are checked."""

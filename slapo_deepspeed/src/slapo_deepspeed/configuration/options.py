@@ -34,7 +34,6 @@ class DeepSpeedOptions(EngineOptions):
     config: Mapping[str, Any] | str | PathLike[str] | None = None
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
@@ -56,7 +55,7 @@ class DeepSpeedOptions(EngineOptions):
             raise BuildError(f"gradient_clipping in DeepSpeed's config is {self.largest_norm}; it has to be 0 or more")
         if self.parts < 1:
             raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
-        self.settled()
+        self.full_config()
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
@@ -66,7 +65,7 @@ class DeepSpeedOptions(EngineOptions):
                 "optimizer="
             )
         super()._check_rate()
-        if rate is not None and not is_lr_scheduler(rate) and (missing := _missing(rate)):
+        if rate is not None and not is_lr_scheduler(rate) and (missing := _required_arguments(rate)):
             raise BuildError(
                 f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
                 "give a factory, lambda optimizer: ..."
@@ -99,7 +98,6 @@ class DeepSpeedOptions(EngineOptions):
 
     @property
     def trains(self) -> bool:
-        """True if there is an optimizer, ours or DeepSpeed's."""
         return super().trains or "optimizer" in self.given
 
     @property
@@ -127,7 +125,7 @@ class DeepSpeedOptions(EngineOptions):
         if len(found) > 1:
             raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
         configured = next(iter(found), "fp32")
-        if self.precision not in ("fp32", configured) and (found or self._is_off(self.precision)):
+        if self.precision not in ("fp32", configured) and (found or enabled[self.precision] is False):
             raise BuildError(f"precision={self.precision!r}, but DeepSpeed's config says {configured}; let both agree")
         return configured if found else self.precision
 
@@ -138,7 +136,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``microbatches`` and the configuration differ.
         """
-        return self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
+        return self._merge_option("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
 
     @property
     def largest_norm(self) -> float:
@@ -147,7 +145,7 @@ class DeepSpeedOptions(EngineOptions):
         Raises:
             BuildError: ``clip`` and the configuration differ.
         """
-        return self._one("clip", float(self.clip), 0.0, "gradient_clipping", float)
+        return self._merge_option("clip", float(self.clip), 0.0, "gradient_clipping", float)
 
     def configured_rows(self, dp: int) -> tuple[str, int] | None:
         """Return the configuration's key that sets the rows of a micro-batch, and the number of rows; None if there is none."""
@@ -157,11 +155,10 @@ class DeepSpeedOptions(EngineOptions):
             return "train_batch_size", int(rows) // (self.parts * dp)
         return None
 
-    def settled(self, device_type: str = "") -> dict[str, Any]:
+    def full_config(self, device_type: str = "") -> dict[str, Any]:
         """Return DeepSpeed's configuration with all required values; a micro-batch has one row if no batch size is given.
 
-        Args:
-            device_type: With ``"cpu"``, Adam and AdamW are torch's.
+        On a ``"cpu"``, Adam and AdamW are torch's.
 
         Raises:
             BuildError: the configuration and the other options differ.
@@ -186,10 +183,12 @@ class DeepSpeedOptions(EngineOptions):
         return config
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that have to be the same on all ranks."""
-        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().rank_invariants()]
+        return [
+            f"DeepSpeed's config {json.dumps(self.full_config(), sort_keys=True, default=repr)}",
+            *super().rank_invariants(),
+        ]
 
-    def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
+    def _merge_option(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
         if key not in self.given:
             return ours
         configured = self.given[key]
@@ -201,9 +200,6 @@ class DeepSpeedOptions(EngineOptions):
         if ours == default:
             return configured
         raise BuildError(f"{name}={ours}, but DeepSpeed's config says {key}={configured}; let both agree, or give one")
-
-    def _is_off(self, precision: str) -> bool:
-        return self.section(precision).get("enabled") is False
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -227,7 +223,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _missing(factory: Any) -> str:
+def _required_arguments(factory: Any) -> str:
     """Return the names of the arguments that a factory requires after the first."""
     try:
         _, *others = inspect.signature(factory).parameters.values()

@@ -19,11 +19,9 @@ class Share(NamedTuple):
     """Elements of a parameter or buffer that this rank holds.
 
     Args:
-        name: The tensor's first name in the unmodified model.
         value: View of the elements: in fp32 if the optimizer keeps them so, and flat if they are a range of a flat tensor.
         start: Offset of the elements in the shard of this pipeline and tensor-parallel rank.
         stepped: Tensor that contains the elements and that the optimizer steps; None if they are not stepped.
-        offset: Offset of the elements in ``stepped``.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Shares:
     Args:
         model: DeepSpeed's engine.
         module: This rank's stage.
-        program: The program that the engine runs.
 
     Attributes:
         pieces: Position of this rank's shard in each whole tensor of its stage, on the meta device.
@@ -61,12 +58,12 @@ class Shares:
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
-        found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
+        found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._shares_of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
         self.held = [share for share, _ in found if share.value.numel()]
         self.own = [share for share, is_own in found if share.value.numel() and (is_own or is_first)]
 
-    def _of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Share, bool]]:
+    def _shares_of(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[Share, bool]]:
         """Yield this rank's share of a tensor, and True if other replicas hold other elements."""
         if (found := self._ranges.get(id(tensor))) is None:
             is_stepped = self.optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
@@ -86,7 +83,7 @@ class Shares:
             for own, group in zip(listed, self.optimizer.param_groups, strict=True)
         ]
 
-    def about(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, Any]:
         """Return the layout for the checkpoint: positions in the whole tensors and in the tensors that the optimizer steps."""
         return {
             "pieces": {name: (piece.full_shape, piece.ranges) for name, piece in self.pieces.items()},
@@ -94,24 +91,19 @@ class Shares:
             "groups": self.groups(),
         }
 
-    def are_like(self, saved: Mapping[str, Any]) -> bool:
-        """Return True if a saved ``about`` has this layout; without an optimizer only positions of weights are compared."""
-        own = self.about()
+    def has_layout(self, saved: Mapping[str, Any]) -> bool:
+        """Return True if a saved ``layout`` has this layout; without an optimizer only positions of weights are compared."""
+        own = self.layout()
         names = [[each["names"] for each in one["groups"]] for one in (own, saved)]
         has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
         return has_order and own["pieces"] == saved["pieces"]
 
-    def writing(self) -> AbstractContextManager[None]:
+    def write_context(self) -> AbstractContextManager[None]:
         """Return a context to write into the held elements; on exit the model gets the new values. Collective."""
         return private.weight_writing(self._outer)
 
     def put_states(self, states: Mapping[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Load states into the optimizer.
-
-        Args:
-            states: State by the ``id`` of the stepped tensor.
-            groups: Options of each group.
-        """
+        """Load states, by the ``id`` of the stepped tensor, and the options of each group into the optimizer."""
         optimizer = self.optimizer
         assert optimizer is not None
         with private.state_loading(self._outer, optimizer, len(states)):
@@ -125,7 +117,7 @@ class Shares:
             optimizer.load_state_dict({**packed, "state": state, "param_groups": made})
 
 
-def why_not(model: Any, module: nn.Module) -> str:
+def unsupported_reason(model: Any, module: nn.Module) -> str:
     """Return the feature that restricts an engine's checkpoints to its own layout, or ''."""
     zero = private.zero_config(model)
     for name, offload in (("optimizer", zero.offload_optimizer), ("parameter", zero.offload_param)):

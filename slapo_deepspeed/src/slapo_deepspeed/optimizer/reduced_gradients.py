@@ -17,10 +17,7 @@ from ..process_state._deepspeed_private import bf16_gradient, loss_scale
 class ReducedGradients(GradientAccess):
     """Access to the reduced gradients, which ZeRO shards over the replicas.
 
-    Args:
-        model: DeepSpeed's engine.
-        deepspeed: The module ``deepspeed``.
-        zero_stage: Stage of ZeRO.
+    ``deepspeed`` is the module.
     """
 
     counts_unused = True
@@ -43,7 +40,6 @@ class ReducedGradients(GradientAccess):
         return found if found is None or self._scale == 1.0 else found / self._scale
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Replace the reduced gradient."""
         from deepspeed.utils import safe_set_full_grad
 
         if gradient is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from operator import sub
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, shard_spec
+from slapo_core import BuildError, Program, shard_spec
+from slapo_training.distributed import all_reduce
 from slapo_training.model import Chunk, boxes, piece_of
 from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep
@@ -27,20 +29,16 @@ def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLay
 def steps_in_turns(optimizer: Any) -> bool:
     """Return True if calls of ``step`` for some parameters at a time give the same result as one call for all.
 
-    Args:
-        optimizer: The optimizer, before DeepSpeed has it: stage 3 of ZeRO steps it once while it initializes.
+    DeepSpeed has no optimizer yet: stage 3 of ZeRO steps it once while it initializes.
     """
     is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
     return not is_joint and is_step_divisible(WholeTensorOptimizer.unwrap(optimizer))
 
 
 def bind(model: Any, program: Program, in_turns: bool) -> None:
-    """Bind a whole-tensor optimizer to the values that DeepSpeed steps. Collective with ZeRO.
+    """Bind a whole-tensor optimizer to the values that DeepSpeed's engine steps. Collective with ZeRO.
 
-    Args:
-        model: DeepSpeed's engine.
-        program: The program that the engine runs.
-        in_turns: Result of ``steps_in_turns`` for the optimizer.
+    ``in_turns`` is the result of ``steps_in_turns`` for the optimizer.
 
     Raises:
         BuildError: on every rank: a step depends on all parameters, but ZeRO steps groups of them one after the other.
@@ -65,13 +63,10 @@ def bind(model: Any, program: Program, in_turns: bool) -> None:
     optimizer.flats = flats
 
 
-class Turns:
+class MergedStep:
     """Wrapper of an optimizer's ``step`` by which all calls in one step of DeepSpeed count as one.
 
     With ZeRO, DeepSpeed calls ``step`` once for each flat tensor.
-
-    Args:
-        model: DeepSpeed's engine.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,17 +76,16 @@ class Turns:
             return
         self._inner, step = WholeTensorOptimizer.unwrap(optimizer), optimizer.step
 
-        def turn(*given: Any, **named: Any) -> Any:
+        def merged_step(*given: Any, **named: Any) -> Any:
             if self._current is None:
                 self._current = OneStep(self._inner)
             else:
                 self._current.restore_counters()
             return step(*given, **named)
 
-        optimizer.step = turn
+        optimizer.step = merged_step
 
     def begin(self) -> None:
-        """Begin a step."""
         self._current = None
 
 
@@ -119,32 +113,14 @@ def _ranges(model: Any, optimizer: WholeTensorOptimizer, program: Program) -> di
 
 
 def _holdings(number: int, whole: WholeTensor, place: int, own: FlatRange) -> Iterator[LocalBox]:
-    """Iterate over the boxes of a whole tensor in the flat tensor with this rank's range of its source.
-
-    Args:
-        number: Index of the whole tensor.
-        whole: The whole tensor.
-        place: Index of the flat tensor.
-        own: This rank's range of the source.
-    """
+    """Iterate over the boxes of a whole tensor in the flat tensor with this rank's range of its source."""
     shape = tuple(full_shape(whole.source))
     chunks = [*whole.chunks(piece_of(torch.empty(shape, device="meta"), shard_spec(whole.source)).chunks())]
     at = own.at
     for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
-            if (part := _inside(chunk, begin, sizes)) is not None:
-                yield LocalBox(number, place, part, (at, sizes))
+            # the box is one of the local tensor
+            if (part := Chunk(chunk.offset, chunk.local, chunk.sizes).inside(begin, sizes)) is not None:
+                local = tuple(map(sub, part.offset, begin))
+                yield LocalBox(number, place, Chunk(local, part.local, part.sizes), (at, sizes))
         at += torch.Size(sizes).numel()
-
-
-def _inside(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-    """Return the intersection of a chunk with a box, in the box's coordinates; None if it is empty."""
-    local, offset, found = [], [], []
-    for start, where, size, low, length in zip(chunk.local, chunk.offset, chunk.sizes, begin, sizes, strict=True):
-        first, last = max(start, low), min(start + size, low + length)
-        if first >= last:
-            return None
-        local.append(first - low)
-        offset.append(where + first - start)
-        found.append(last - first)
-    return Chunk(tuple(local), tuple(offset), tuple(found))

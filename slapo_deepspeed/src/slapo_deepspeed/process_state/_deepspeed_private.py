@@ -96,7 +96,6 @@ def optimizer_class(kind: str, is_offloaded: bool) -> Any:
 
 
 def schedule_classes() -> dict[str, Any]:
-    """Return DeepSpeed's own learning-rate schedules by name."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
@@ -116,7 +115,6 @@ def inner_optimizer(model: Any) -> torch.optim.Optimizer | None:
 
 
 def zero_config(model: Any) -> Any:
-    """Return DeepSpeed's parsed section ``zero_optimization``."""
     return model._config.zero_config
 
 
@@ -144,7 +142,6 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def set_counters(model: Any, counters: Mapping[str, int]) -> None:
-    """Set DeepSpeed's counters of steps and samples."""
     for name in COUNTERS:
         setattr(model, name, counters[name])
 
@@ -206,7 +203,6 @@ def tied_pipeline(ties: Sequence[Tie]) -> Any:
 
 
 def pipeline_topology(pp: int, dp: int, tp: int) -> Any:
-    """Return DeepSpeed's topology with ranks in row-major order over pp, dp, tp."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)

@@ -20,7 +20,7 @@ _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tenso
 """Pattern of torch's deprecation warning for the collectives that ZeRO calls."""
 
 
-def imported(device_type: str) -> Any:
+def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for a type of device, and return the module.
 
     DeepSpeed chooses its accelerator at import, from ``DS_ACCELERATOR`` if that is set, and reads ``LOCAL_RANK``. This
@@ -61,7 +61,7 @@ class TorchLinear:
             TorchLinear._original = functional.linear
         TorchLinear._users += 1
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give up this engine's use; the last one restores torch's function."""
         TorchLinear._users -= 1
         if TorchLinear._users == 0:
@@ -76,7 +76,7 @@ def start(deepspeed: Any) -> SingleProcessGroup:
     return world
 
 
-def number_alike(program: Program) -> None:
+def align_numbering(program: Program) -> None:
     """Start the numbering of stage 3's parameters and modules from the same numbers on all ranks. Collective over the mesh.
 
     DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A

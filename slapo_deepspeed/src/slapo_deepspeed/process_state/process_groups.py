@@ -8,11 +8,7 @@ from slapo_core import Program
 
 
 class MeshGroups:
-    """Process groups of a program without a pipeline, for ``mpu=`` of ``deepspeed.initialize``; ZeRO uses only the replicas.
-
-    Args:
-        program: A program with a mesh.
-    """
+    """Process groups of a mesh without a pipeline, for ``mpu=`` of ``deepspeed.initialize``; ZeRO uses only the replicas."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -10,22 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core import BuildError, Program, all_reduce
+from slapo_core import BuildError, Program
+from slapo_training.distributed import all_reduce
 
 _NOTHING = -(2**40)
 
 
 class UsedParameters:
-    """Recorder of the order in which a step computes gradients.
+    """Recorder of the order in which a step computes gradients; stage 0 of ZeRO records nothing.
 
     Stages 1 and 2 of ZeRO put gradients into buckets in the order of the backward and reduce the buckets over the replicas,
     so all replicas need the same order. Stage 3 loses the gradients of parameters that only some micro-batches of a step
     use.
-
-    Args:
-        program: The program whose replicas are compared.
-        parameters: This rank's parameters by name.
-        zero_stage: Stage of ZeRO; nothing is recorded for 0.
     """
 
     def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], zero_stage: int) -> None:
@@ -39,14 +35,13 @@ class UsedParameters:
         if zero_stage:
             for index, parameter in enumerate(parameters.values()):
                 if parameter.requires_grad:
-                    self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
+                    self._handles.append(parameter.register_hook(self._order_hook(index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _order_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         word = index.to_bytes(4, "little")
 
         def note(gradient: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ def argument_error(kernel: object, choice: object, args: Sequence[Any], kwargs: 
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         return f"run({kernel!r}): {error}; {takes}"
-    wrong = next(filter(None, (_wrong(signature.parameters[name], value) for name, value in given.items())), None)
+    wrong = next(filter(None, (_value_problem(signature.parameters[name], value) for name, value in given.items())), None)
     by_position = list(signature.parameters)[: KERNELS[str(kernel)].dtype_argument + 1]
     if wrong is None and len(args) < len(by_position):
         wrong = f"{by_position[len(args)]} is to be given by its position"
@@ -50,7 +50,7 @@ def argument_error(kernel: object, choice: object, args: Sequence[Any], kwargs: 
     return None if wrong is None else f"run({kernel!r}): {wrong}; {takes}"
 
 
-def _wrong(parameter: inspect.Parameter, value: Any) -> str | None:
+def _value_problem(parameter: inspect.Parameter, value: Any) -> str | None:
     name, _, optional = str(parameter.annotation).partition(" | ")
     if optional and value is None:
         return None

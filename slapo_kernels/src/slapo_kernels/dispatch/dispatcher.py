@@ -144,11 +144,7 @@ def reset() -> None:
 
 
 def _device_type(device: torch.device | str, dtype: torch.dtype | None) -> str:
-    """Return the type of a device, and check the dtype.
-
-    Raises:
-        ScheduleError: there is no such device, or no such dtype.
-    """
+    """Return the type of a device; raise ``ScheduleError`` unless there are such a device and dtype."""
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         raise ScheduleError(f"{dtype!r} is no dtype; give one such as torch.bfloat16, or None for any")
     try:

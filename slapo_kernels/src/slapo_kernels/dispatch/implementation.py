@@ -65,23 +65,18 @@ class Implementation:
                 raise ScheduleError(f"{name} of an Implementation is {getattr(self, name)!r}, not a function")
 
     def lacks(self, device: str, dtype: torch.dtype | None) -> str | None:
-        """Return the reason why it cannot be used for a type of device and a dtype, or None if it can.
-
-        Args:
-            device: Type of device, such as ``"cuda"``.
-            dtype: Dtype; None for any that it supports.
-        """
+        """Return the reason why it cannot be used for a type of device and a dtype (None: any), or None if it can."""
         if self.devices and device not in self.devices:
             return f"works on {' and '.join(self.devices)}, not on {device}"
         if dtype is not None and self.dtypes and dtype not in self.dtypes:
-            return f"takes {' and '.join(_short(each) for each in self.dtypes)}, not {_short(dtype)}"
+            return f"takes {' and '.join(_dtype_name(each) for each in self.dtypes)}, not {_dtype_name(dtype)}"
         for package in self.packages:
             if importlib.util.find_spec(package.replace("-", "_")) is None:
                 return f"needs {package}, which is not installed; pip install {package}"
         return self.needs(device) if self.needs else None
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

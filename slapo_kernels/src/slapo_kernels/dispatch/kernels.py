@@ -68,7 +68,7 @@ KERNELS = {
         _kernel("rotary", _INDUCTOR),
         _kernel("rms_norm", _liger(liger.refuses_rms_norm), _NATIVE, _INDUCTOR, on_cpu=("inductor",)),
         _kernel("layer_norm", _liger(liger.refuses_layer_norm), _NATIVE, _INDUCTOR),
-        _kernel("swiglu", _INDUCTOR, _liger(liger.refuses_gate)),
+        _kernel("swiglu", _INDUCTOR, _liger(liger.refuses_swiglu)),
         _kernel("geglu", _INDUCTOR, _liger(liger.refuses_geglu)),
         _kernel("bias_act", _INDUCTOR),
         _kernel("bias_dropout_residual", _INDUCTOR, on_cpu=("eager",)),

@@ -29,7 +29,7 @@ class ImplementationRegistry:
         registry = default_registry()
         records = {id(record.plugin): record for record in registry.records}
         for hook in registry.hook.slapo_kernels.get_hookimpls() if hasattr(registry.hook, "slapo_kernels") else ():
-            for entry in _registered(hook.function, records[id(hook.plugin)]):
+            for entry in _entries_of_hook(hook.function, records[id(hook.plugin)]):
                 self._add(entry)
         self.forced = _environment(self)
 
@@ -38,11 +38,7 @@ class ImplementationRegistry:
         return list(self._entries[kernel])
 
     def implementations(self, kernel: str, device: str) -> list[Implementation]:
-        """Return a kernel's implementations in order of preference, without those that two plugins provide.
-
-        Raises:
-            ScheduleError: there is no such kernel.
-        """
+        """Return a kernel's implementations in order of preference, without those that two plugins provide."""
         check_kernel(kernel)
         order = KERNELS[kernel].order(device)
         found = [entries[0].target for entries in self._entries[kernel].values() if len(entries) == 1]
@@ -57,12 +53,10 @@ class ImplementationRegistry:
         """
         check_kernel(kernel)
         if not isinstance(name, str):
-            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._listed(kernel)}")
+            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}")
         if name not in self._entries[kernel]:
-            if any(
-                name in those for those in self._entries.values()
-            ):  # a name of another kernel: no spelling mistake to suggest a correction for
-                raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._listed(kernel)}")
+            if any(name in those for those in self._entries.values()):  # not misspelt, but of another kernel
+                raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._join_names(kernel)}")
             unknown = UnknownNameError.of("implementation", name, self._entries[kernel], whose=f"kernel {kernel!r}")
             raise ScheduleError(str(unknown))
         entry, *others = self._entries[kernel][name]
@@ -71,18 +65,14 @@ class ImplementationRegistry:
         return entry.target  # type: ignore[no-any-return]
 
     def load(self, implementation: Implementation) -> Function:
-        """Import and return the function of an implementation.
-
-        Raises:
-            PluginError: the import fails.
-        """
+        """Import and return the function of an implementation; raise ``PluginError`` if the import fails."""
         key = implementation.kernel, implementation.name
         if key not in self._loaded:
             (entry,) = self._entries[key[0]][key[1]]
             self._loaded[key] = replace(entry, target=implementation.target).load()
         return self._loaded[key]
 
-    def _listed(self, kernel: str) -> str:
+    def _join_names(self, kernel: str) -> str:
         *others, last = sorted(self._entries[kernel])
         return f"{', '.join(others)} and {last}" if others else last
 
@@ -92,11 +82,7 @@ class ImplementationRegistry:
 
 
 def check_kernel(kernel: object) -> None:
-    """Check the name of a kernel.
-
-    Raises:
-        ScheduleError: there is no such kernel.
-    """
+    """Raise ``ScheduleError`` unless there is a kernel of this name."""
     if not isinstance(kernel, str):
         raise ScheduleError(f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(KERNELS))}")
     if kernel not in KERNELS:
@@ -109,7 +95,7 @@ def implementation_registry() -> ImplementationRegistry:
     return ImplementationRegistry()
 
 
-def _registered(hook: Any, record: PluginRecord) -> list[Entry]:
+def _entries_of_hook(hook: Any, record: PluginRecord) -> list[Entry]:
     try:
         given = hook()
     except (Exception, SystemExit) as error:

@@ -27,11 +27,7 @@ def is_dry_run(tensor: object = None) -> bool:
 
 
 def is_traced_or_compiled(forced: bool = False) -> bool:
-    """Return whether the model is traced or compiled, so that the original forward should run.
-
-    Args:
-        forced: Whether the user forced a kernel, which a compiler sees then.
-    """
+    """Return whether the original forward should run: in a trace, and when compiled, which a ``forced`` kernel allows."""
     return not forced if torch.compiler.is_compiling() else is_dry_run()
 
 

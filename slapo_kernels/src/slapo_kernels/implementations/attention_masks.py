@@ -15,6 +15,12 @@ _known: Any = WeakTensorKeyDictionary()
 """Mask to its version counter, and whether it hides all keys from some query."""
 
 
+def check_mask(mask: torch.Tensor | None, *, is_causal: bool = False, **options: Any) -> None:
+    """Raise ``ValueError`` for a mask beside ``is_causal``, of all options of ``attention``."""
+    if is_causal and mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
+
+
 def has_fully_masked_query(mask: torch.Tensor | None) -> bool:
     """Return whether an additive mask hides all keys from some query; True if the mask's values cannot be read.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from .attention_masks import check_mask
 from .cross_entropy_labels import check_labels
 
 Tensor = torch.Tensor
@@ -53,8 +54,7 @@ def attention(
         is_causal: Query ``i`` sees keys up to ``i``; without ``mask``.
         scale: Default: ``size ** -0.5``.
     """
-    if is_causal and mask is not None:
-        raise ValueError("attention takes a mask or is_causal, not both")
+    check_mask(mask, is_causal=is_causal)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -83,25 +83,21 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int
         unsqueeze_dim: Dimension of the heads in ``q`` and ``k``.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 
 
-def _rotated(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     """Return the tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_cast(cast: str) -> None:
-    """Check the argument ``cast`` of ``rms_norm``.
-
-    Raises:
-        ValueError: it is not in ``CASTS``.
-    """
+    """Raise ``ValueError`` unless the argument ``cast`` of ``rms_norm`` is in ``CASTS``."""
     if cast not in CASTS:
         raise ValueError(f"no cast {cast!r}; available: {', '.join(CASTS)}")
 
@@ -118,16 +114,16 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
             product with the ``"weight"``, computed in float32 (Gemma).
     """
     check_cast(cast)
-    wide = _wide(x)
+    wide = _at_least_float32(x)
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "weight":
-        return (normal * (offset + _wide(weight))).to(x.dtype)
+        return (normal * (offset + _at_least_float32(weight))).to(x.dtype)
     return (offset + weight if offset else weight) * normal.to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, in float32, rounded at the end."""
-    wide = _wide(x)
+    wide = _at_least_float32(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -175,7 +171,7 @@ def linear_cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, which gives the shape of ``labels``.
     """
     check_labels(hidden, labels)
-    logits = _wide(F.linear(hidden, weight, bias)).flatten(0, -2)
+    logits = _at_least_float32(F.linear(hidden, weight, bias)).flatten(0, -2)
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
     return loss.view(labels.shape) if reduction == "none" else loss
 

@@ -10,23 +10,14 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from .attention_masks import has_fully_masked_query
+from .attention_masks import check_mask, has_fully_masked_query
 
 Tensor = torch.Tensor
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Call the compiled FlexAttention; it skips blocks of keys that are hidden by causality."""
-    return attend(_compiled(), q, k, v, mask, is_causal, scale)
+    return attend(_compiled_attention(), q, k, v, mask, **options)
 
 
 def refuses(
@@ -40,16 +31,13 @@ def refuses(
     return "has wrong gradients where an added mask hides all keys from a query" if has_fully_masked_query(mask) else None
 
 
-def attend(
-    flex: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    """Call ``flex``, which is ``flex_attention`` or its compiled version, with the kernel's arguments."""
-    if is_causal and mask is not None:
-        raise ValueError("attention takes a mask or is_causal, not both")
+def attend(flex: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Call ``flex``, which is ``flex_attention`` or its compiled version, with the kernel's arguments; dropout is refused."""
+    check_mask(mask, **options)
     score = None if mask is None else _scores(mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    block = _causal(q.shape[2], k.shape[2], str(q.device)) if is_causal else None
+    block = _causal(q.shape[2], k.shape[2], str(q.device)) if options.get("is_causal") else None
     grouped = q.shape[1] != k.shape[1]
-    out: Tensor = flex(q, k, v, score_mod=score, block_mask=block, scale=scale, enable_gqa=grouped)
+    out: Tensor = flex(q, k, v, score_mod=score, block_mask=block, scale=options.get("scale"), enable_gqa=grouped)
     return out
 
 
@@ -65,5 +53,5 @@ def _causal(queries: int, keys: int, device: str) -> BlockMask:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_attention() -> Any:
     return torch.compile(flex_attention)

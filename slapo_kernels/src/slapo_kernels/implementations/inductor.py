@@ -20,7 +20,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 @functools.cache
-def _compiled(kernel: str, options: tuple[tuple[str, Any], ...]) -> Any:
+def _compile_kernel(kernel: str, options: tuple[tuple[str, Any], ...]) -> Any:
     return torch.compile(functools.partial(getattr(eager, kernel), **dict(options)), **_SETTINGS)
 
 
@@ -34,7 +34,7 @@ def avoids(first: torch.Tensor, *args: Any, activation: str | None = None, **opt
 
 
 def _run(kernel: str, *tensors: Any, **options: Any) -> Any:
-    return _compiled(kernel, tuple(sorted(options.items())))(*tensors)
+    return _compile_kernel(kernel, tuple(sorted(options.items())))(*tensors)
 
 
 rotary = functools.partial(_run, "rotary")

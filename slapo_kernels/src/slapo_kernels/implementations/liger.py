@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from .autocast import cast_for_matmul, is_autocast
-from .cross_entropy_labels import check_labels, mean_or_nan, with_counted_label
+from .cross_entropy_labels import fused_cross_entropy, is_autocast
 from .eager import check_cast
 
 Tensor = torch.Tensor
@@ -53,20 +52,18 @@ def refuses_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Liger's ``swiglu_forward`` and ``swiglu_backward``."""
-    out: Tensor = _gated("swiglu").apply(gate, up)
+    out: Tensor = _gate_function("swiglu").apply(gate, up)
     return out
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """Liger's ``geglu_forward`` and ``geglu_backward``, of the tanh approximation alone."""
-    out: Tensor = _gated("geglu").apply(gate, up)
+    out: Tensor = _gate_function("geglu").apply(gate, up)
     return out
 
 
-def refuses_gate(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> str | None:
+def refuses_swiglu(gate: Tensor, up: Tensor) -> str | None:
     """Return the reason why Liger cannot compute the call, or None."""
-    if approximate != "tanh":
-        return "knows the tanh approximation of gelu alone"
     if gate.shape != up.shape or gate.dtype is not up.dtype:
         return "takes two values of one shape and dtype"
     return None
@@ -74,17 +71,17 @@ def refuses_gate(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> str 
 
 def refuses_geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> str | None:
     """Return the reason why Liger cannot compute the call, or None."""
-    return refuses_gate(gate, up, approximate=approximate)
+    return "knows the tanh approximation of gelu alone" if approximate != "tanh" else refuses_swiglu(gate, up)
 
 
 @functools.cache
-def _gated(name: str) -> Any:
+def _gate_function(name: str) -> Any:
     """Return an autograd function of Liger's forward and backward; the backward gets copies, as it overwrites its inputs."""
     import liger_kernel.ops as ops
 
     forward_kernel, backward_kernel = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
 
-    class Gated(torch.autograd.Function):
+    class GateFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
             gate, up = gate.contiguous(), up.contiguous()
@@ -98,32 +95,22 @@ def _gated(name: str) -> Any:
             of_gate, of_up = backward_kernel(gate, up, grad.contiguous())
             return of_gate, of_up
 
-    return Gated
+    return GateFunction
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """``LigerFusedLinearCrossEntropyFunction``, which computes gradients in the forward; only the first backward is right."""
+    return fused_cross_entropy(_loss, hidden, weight, labels, **options)
+
+
+def _loss(rows: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    check_labels(hidden, labels)
-    rows, weight, bias = cast_for_matmul(hidden.flatten(0, -2), weight, bias)
-    targets, counts = labels.flatten(), None
-    if reduction == "mean":
-        targets, counts = with_counted_label(targets, ignore_index, len(weight))
     settings = {"ignore_index": ignore_index, "reduction": reduction, "accum_dtype": torch.float32}
     positions = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())[5:]
     rest = [settings.get(each.name, each.default) for each in positions]
-    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, targets, bias, *rest)[0].float()
-    loss = mean_or_nan(loss, counts)
-    return loss.view(labels.shape) if reduction == "none" else loss
+    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, labels, bias, *rest)[0].float()
+    return loss
 
 
 def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from . import eager
-from .attention_masks import has_fully_masked_query
-from .autocast import cast_for_matmul
-from .cross_entropy_labels import check_labels, mean_or_nan, with_counted_label
+from .attention_masks import check_mask, has_fully_masked_query
+from .cross_entropy_labels import fused_cross_entropy
 from .eager import check_cast
 
 Tensor = torch.Tensor
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    *,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """``F.scaled_dot_product_attention``, which chooses between the flash, memory-efficient and cuDNN kernels.
 
     Their gradients are wrong if an additive mask hides all keys from a query; for such a mask the eager kernel runs.
     """
-    if is_causal and mask is not None:
-        raise ValueError("attention takes a mask or is_causal, not both")
+    check_mask(mask, **options)
     if has_fully_masked_query(mask):
-        return eager.attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+        return eager.attention(q, k, v, mask, **options)
+    return F.scaled_dot_product_attention(q, k, v, mask, **options, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
@@ -55,27 +45,16 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """``F.linear_cross_entropy`` in chunks of rows; it computes gradients in the forward, and refuses a second backward."""
-    check_labels(hidden, labels)
-    rows, weight, bias = cast_for_matmul(hidden.flatten(0, -2), weight, bias)
-    targets, counts = labels.flatten(), None
-    if reduction == "mean":
-        targets, counts = with_counted_label(targets, ignore_index, len(weight))
+    return fused_cross_entropy(_loss, hidden, weight, labels, **options)
+
+
+def _loss(rows: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
     options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
-    loss = F.linear_cross_entropy(
-        rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
+    return F.linear_cross_entropy(
+        rows, weight, labels, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
     )
-    loss = mean_or_nan(loss, counts).to(torch.promote_types(loss.dtype, torch.float32))
-    return loss.view(labels.shape) if reduction == "none" else loss
 
 
 def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:

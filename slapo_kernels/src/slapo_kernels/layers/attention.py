@@ -89,7 +89,7 @@ class FlashAttention(nn.Module):
                 raise ValueError(f"FlashAttention has no {name}; call the model without it, or keep its own attention")
         if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
             raise ValueError(f"FlashAttention takes [batch, length, width], not {list(hidden_states.shape)}")
-        q, k, v = (each.transpose(1, 2) for each in self._projected(hidden_states))
+        q, k, v = (each.transpose(1, 2) for each in self._project(hidden_states))
         mask = None if attention_mask is None else _kernel_mask(attention_mask, q.shape[2], self.is_decoder)
         out: torch.Tensor = run(
             "attention",
@@ -108,7 +108,7 @@ class FlashAttention(nn.Module):
         """Return heads, causality and dropout, which the children do not show."""
         return f"heads={self.num_attention_heads}, is_decoder={self.is_decoder}, attn_pdrop={self.attn_pdrop}"
 
-    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return query, key and value: ``[batch, length, heads of this rank, head size]``."""
         if self.fused_qkv:
             return self.qkv(x)  # type: ignore[no-any-return]
@@ -181,11 +181,7 @@ _ESTABLISHED_NAMES |= dict.fromkeys(("native_xformers", "native_flash_attn"), "e
 
 
 def implementation_named(attn_op_name: str) -> str | None:
-    """Return the implementation of ``attention`` that a name stands for; None means the first that is usable.
-
-    Raises:
-        ScheduleError: there is no such implementation.
-    """
+    """Return the implementation of ``attention`` that a name stands for; None means the first that is usable."""
     if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED_NAMES:
         return _ESTABLISHED_NAMES[attn_op_name]
     return implementation_registry().get("attention", attn_op_name).name

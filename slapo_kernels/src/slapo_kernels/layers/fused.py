@@ -60,11 +60,7 @@ class FusedMLP(nn.Module):
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Check the number of heads.
-
-    Raises:
-        ValueError: it does not divide the width.
-    """
+    """Raise ``ValueError`` unless the heads divide the width."""
     if num_heads < 1 or hidden_size < 1 or hidden_size % num_heads:
         raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
 
@@ -147,12 +143,9 @@ class FusedQKV(nn.Module):
 
 
 def _record_origin(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, int]], size: int) -> None:
-    """Record the rows of the unmodified model's parameters that a new parameter consists of, as ``slapo_weights.made_of`` does.
+    """Record the ranges of ``size`` rows that a new parameter consists of, as ``slapo_weights.made_of`` does.
 
-    Args:
-        parameter: The new parameter.
-        parts: Source parameters, each with the index of its range of rows.
-        size: Rows per range.
+    Each of the parts is a source parameter and the index of its range of rows.
     """
     held = list(parts)
     if all(parameter_facts(part).names and not is_sharded(part) for part, _ in held):

@@ -141,21 +141,13 @@ class LinearWithDropout(LinearWithSeparateBias):
 
 
 def check_probability(name: str, p: object) -> None:
-    """Check a probability.
-
-    Raises:
-        ValueError: it is not between 0 and 1.
-    """
+    """Raise ``ValueError`` unless ``p`` is a number between 0 and 1."""
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ValueError(f"{name} is a probability, not {p!r}")
 
 
 def activation_named(act_fn: str) -> str:
-    """Return the kernel's name of an activation.
-
-    Raises:
-        ValueError: the kernel has no such activation.
-    """
+    """Return the kernel's name of an activation; raise ``ValueError`` if there is none."""
     names: dict[str, Any] = {**{name: name for name in ACTIVATIONS}, **_TRANSFORMERS}
     if not isinstance(act_fn, str) or act_fn not in names:
         raise ValueError(f"no activation {act_fn!r}; available: {', '.join(sorted(names))}")

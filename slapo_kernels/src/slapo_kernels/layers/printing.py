@@ -28,7 +28,7 @@ class Print(nn.Module):
         """Print the inputs; return one input unchanged, several as a tuple."""
         if not any(is_dry_run(each) for each in inputs):
             rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
-            shown = ", ".join(str(tree_map_only(torch.Tensor, self._shown, each)) for each in inputs)
+            shown = ", ".join(str(tree_map_only(torch.Tensor, self._describe_tensor, each)) for each in inputs)
             print(f"{rank}{self.message}{': ' if self.message else ''}{shown}", flush=True)
         return inputs[0] if len(inputs) == 1 else inputs
 
@@ -36,12 +36,12 @@ class Print(nn.Module):
         """Return the message."""
         return repr(self.message)
 
-    def _shown(self, tensor: torch.Tensor) -> _Shown:
+    def _describe_tensor(self, tensor: torch.Tensor) -> _UnquotedText:
         facts = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-        return _Shown(f"{facts} {tensor.tolist()}" if self.values else facts)
+        return _UnquotedText(f"{facts} {tensor.tolist()}" if self.values else facts)
 
 
-class _Shown(str):
+class _UnquotedText(str):
     """Text that is printed without quotes in a tuple."""
 
     def __repr__(self) -> str:

@@ -105,9 +105,8 @@ class LazyCrossEntropy(torch.autograd.Function):
         """Return gradients for hidden states, weight and bias, or for the logits."""
         if grad is None:
             return (None,) * 7
-        goes_past = any(
-            node is not None and backward_will_run(node) for node, _ in ctx.next_functions[: 2 + (ctx.needs_input_grad[2])]
-        )
+        nodes = ctx.next_functions[: 2 + ctx.needs_input_grad[2]]
+        goes_past = any(node is not None and backward_will_run(node) for node, _ in nodes)
         if ctx.once is None or ctx.observers or torch.is_grad_enabled() or not goes_past:
             return None, None, None, _of_logits(ctx.saved_tensors, ctx.loss, grad), None, None, None
         (found, leaves), ctx.once = ctx.once, None

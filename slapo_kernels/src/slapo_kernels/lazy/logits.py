@@ -39,7 +39,7 @@ class LazyHead:
     kernels: ClassVar[tuple[str, ...]] = ("linear_cross_entropy",)
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """False: under ``torch.compile`` the head's own forward runs in any case."""
         return False
 
@@ -135,11 +135,7 @@ class LazyLogits(torch.Tensor):
         return made
 
     def checked_source(self) -> HeadInputs:
-        """Return the inputs of the head.
-
-        Raises:
-            LazyLogitsError: one of them was changed or freed.
-        """
+        """Return the inputs of the head; raise ``LazyLogitsError`` if one was changed or freed since."""
         if what := self.source.mutation_check.mutation():
             lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
             way = "look at them, as by logits.detach(), and compute losses before that, or leave linear_cross_entropy out"
@@ -147,11 +143,7 @@ class LazyLogits(torch.Tensor):
         return self.source
 
     def materialize(self) -> torch.Tensor:
-        """Return the values, without gradients: these are those of ``_Head`` and ``_View``.
-
-        Raises:
-            LazyLogitsError: an input of the head was changed or freed.
-        """
+        """Return the values, without gradients: these are those of ``_Head`` and ``_View``."""
         with torch.inference_mode(False), torch.no_grad():
             if self.base_view is not None:
                 return self.base_view[1](self.base_view[0].materialize()).to(self.dtype)
@@ -170,18 +162,19 @@ class LazyLogits(torch.Tensor):
         first = args[0] if args else None
         in_place = name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_")
         if (in_place or func == _SET_DATA) and isinstance(first, LazyLogits):
-            raise _changed(name)
+            raise _mutation_error(name)
         if isinstance(first, LazyLogits):
-            if func in _GRADIENT_OBSERVERS and not (
-                first.observers.has_loss and is_fsdp_hook(args[-1])
-            ):  # FSDP hooks the loss as well
+            # FSDP hooks the logits for a gradient that the loss, which it hooks as well, brings
+            if func in _GRADIENT_OBSERVERS and not (first.observers.has_loss and is_fsdp_hook(args[-1])):
                 first.observers.has_observer = True
             if func in LAZY_FUNCTIONS and first.is_lazy and (found := LAZY_FUNCTIONS[func](*args, **kwargs)) is not None:
                 return found
             if func == _DATA:
                 return first.detach()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*pytree.tree_map_only(LazyLogits, _plain, args) if func in _DATA_READERS else args, **kwargs)
+            if func in _DATA_READERS:
+                args = pytree.tree_map_only(LazyLogits, lambda one: one.detach().requires_grad_(one.requires_grad), args)
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -191,7 +184,7 @@ class LazyLogits(torch.Tensor):
             value for value, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
         ]
         if any(isinstance(value, LazyLogits) for value in [*written, (kwargs or {}).get("out")]):
-            raise _changed(str(func))
+            raise _mutation_error(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -216,14 +209,9 @@ class _Head(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(ctx.dtype)
         rows = grad.flatten(0, -2)
+        of_hidden = None if weight is None else grad @ weight
         of_weight = None if hidden is None else rows.t() @ hidden.flatten(0, -2)
-        return (
-            None if weight is None else grad @ weight,
-            of_weight,
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )
+        return of_hidden, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _View(torch.autograd.Function):
@@ -248,11 +236,7 @@ class _View(torch.autograd.Function):
         return found, None, None, None
 
 
-def _plain(logits: LazyLogits) -> torch.Tensor:
-    return logits.detach().requires_grad_(logits.requires_grad)
-
-
-def _changed(name: str) -> LazyLogitsError:
+def _mutation_error(name: str) -> LazyLogitsError:
     what = f"{name} changes logits in place that use_kernels('linear_cross_entropy') has left to be computed"
     return LazyLogitsError(f"{what}; change a clone()")
 

@@ -22,7 +22,7 @@ class MutationCheck:
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._versions = {name: _version(tensor) for name, tensor in self._tensors.items()}
-        self._samples = self._sampled()
+        self._samples = list(map(_sample, self._tensors.values()))
 
     def mutation(self) -> str | None:
         """Return the change to a tensor as a clause, or None. This synchronises with the tensors' GPU."""
@@ -33,14 +33,11 @@ class MutationCheck:
                 return f"changed {name} in place"
         if self._samples[0].is_cuda and torch.cuda.is_current_stream_capturing():  # synchronisation would fail the capture
             return None
-        found = self._sampled()
+        found = list(map(_sample, self._tensors.values()))
         if torch.equal(torch.cat(found), torch.cat(self._samples)):
             return None
         same = map(torch.equal, found, self._samples)
         return f"changed {next(name for name, is_same in zip(self._tensors, same, strict=True) if not is_same)} in place"
-
-    def _sampled(self) -> list[torch.Tensor]:
-        return [_sample(tensor) for tensor in self._tensors.values()]
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -29,14 +29,6 @@ def _to(logits: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, *
     return logits if dtype in (None, logits.dtype) else _lazy_view(logits, lambda values: values, dtype)
 
 
-def _float(logits: LazyLogits, **others: Any) -> Found:
-    return _to(logits, torch.float32, **others)
-
-
-def _contiguous(logits: LazyLogits, **others: Any) -> Found:
-    return None if others else logits
-
-
 def _view(logits: LazyLogits, *shape: Any, **others: Any) -> Found:
     if len(shape) == 1 and isinstance(shape[0], Sequence):
         shape = tuple(shape[0])
@@ -93,11 +85,8 @@ def _cross_entropy(
 ) -> Found:
     if weight is not None or size_average is not None or reduce is not None or label_smoothing or logits.observers:
         return None
-    if (
-        type(ignore_index) is not int
-        or reduction not in ("mean", "sum", "none")
-        or not _is_labels(target, logits, ignore_index)
-    ):
+    known = type(ignore_index) is int and reduction in ("mean", "sum", "none")
+    if not known or not _is_labels(target, logits, ignore_index):
         return None
     source = logits.checked_source()
     logits.observers.record_loss()
@@ -131,9 +120,9 @@ def _dtype_of_loss(logits: LazyLogits) -> torch.dtype:
 LAZY_FUNCTIONS: dict[Any, Callable[..., Found]] = {
     F.cross_entropy: _cross_entropy,
     torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.contiguous: lambda logits, **others: None if others else logits,
     torch.Tensor.flatten: _flatten,
-    torch.Tensor.float: _float,
+    torch.Tensor.float: lambda logits, **others: _to(logits, torch.float32, **others),
     torch.Tensor.reshape: _view,
     torch.Tensor.to: _to,
     torch.Tensor.view: _view,

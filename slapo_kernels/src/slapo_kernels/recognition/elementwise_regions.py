@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,8 @@ class Region:
     def recognise(self, kinds: Collection[Any] | None = None) -> KernelMatch | None:
         """Return the kernel that computes the same; see ``match_kernel``."""
         calls = [operator_of(node) for node in self.nodes if node.op != "call_module"]
-        if not ELEMENTWISE.union(HALVES).issuperset(calls) or any(map(_has_side_effects, self.nodes)):
+        side_effects = any(node.meta.get(effect) for node in self.nodes for effect in ("mutates", "changes", "draws"))
+        if not ELEMENTWISE.union(HALVES).issuperset(calls) or side_effects:
             return None
         shapes = {tuple(node.meta["val"].shape) for node in self.inputs}
         dtypes = {node.meta["val"].dtype for node in self.inputs}
@@ -101,12 +103,7 @@ def match_kernel(
 ) -> KernelMatch | None:
     """Return the kernel with the same values and gradients as a function: a bitwise match, or one up to rounding, or None.
 
-    Args:
-        function: Function of ``count`` tensors.
-        count: Number of inputs.
-        shape: Shape of each input; the size of the first dimension may differ.
-        dtype: Dtype of each input.
-        kinds: Admitted values of ``KernelMatch.kind``; None for all.
+    The function takes ``count`` tensors of this shape, whose first size may differ. ``kinds`` admits some ``KernelMatch.kind``.
     """
     if dtype not in DTYPES:
         return None
@@ -126,22 +123,18 @@ def match_kernel(
     return None
 
 
-def _has_side_effects(node: fx.Node) -> bool:
-    """Return whether a node changes a tensor or a module, or draws random numbers."""
-    return bool(node.meta.get("mutates") or node.meta.get("changes") or node.meta.get("draws"))
-
-
 def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[KernelMatch, Callable[..., Any]]]:
     if count == 1:
         for name in ACTIVATIONS:
-            yield KernelMatch("bias_act", (("activation", name),), (0,)), _activation(name)
+            found = KernelMatch("bias_act", (("activation", name),), (0,))
+            yield found, partial(run, "bias_act", bias=None, choice="eager", activation=name)
         for kernel, options in _GATES if shape[-1] % 2 == 0 else ():
             for first in (True, False):
                 yield KernelMatch(kernel, options, (0, 0), first), _halves(kernel, options, first)
     elif count == 2:
         for kernel, options in _GATES:
             for order in ((0, 1), (1, 0)):
-                yield KernelMatch(kernel, options, order), _gated(kernel, options, order)
+                yield KernelMatch(kernel, options, order), _eager_gate(kernel, options, order)
 
 
 def _probe(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -157,11 +150,7 @@ def _probe(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     return numbers.to(dtype)
 
 
-def _activation(name: str) -> Callable[..., Any]:
-    return lambda x: run("bias_act", x, None, choice="eager", activation=name)
-
-
-def _gated(kernel: str, options: Any, order: tuple[int, int]) -> Callable[..., Any]:
+def _eager_gate(kernel: str, options: Any, order: tuple[int, int]) -> Callable[..., Any]:
     return lambda *values: run(kernel, values[order[0]], values[order[1]], choice="eager", **dict(options))
 
 

@@ -85,7 +85,7 @@ class ForwardObserver:
         except Exception:  # a stranger's forward may raise anything
             return None
         finally:
-            drawn, changed = self._others.changed(), before.changed()
+            drawn, changed = self._others.has_changed(), before.changed_paths()
             if drawn:
                 self._others.restore()
             if changed:
@@ -109,9 +109,8 @@ class ForwardObserver:
             self._recorder.depth += 1
 
     def _leave(self, out: Any) -> Any:
-        out = (
-            out.view_as(out) if isinstance(out, torch.Tensor) else out
-        )  # an inactive dropout returns its input; a view makes the result another tensor
+        if isinstance(out, torch.Tensor):  # an inactive dropout returns its input; a view makes the result another tensor
+            out = out.view_as(out)
         if self._recorder is not None:
             self._recorder.depth -= 1
         return out
@@ -262,8 +261,7 @@ def _recording_class(cls: type[nn.Module], path: str, reads: set[tuple[str, str]
                 reads.add((path, name))
         return cls.__getattribute__(self, name)
 
-    made = type(cls.__name__, (cls,), {"__getattribute__": getattribute, "__module__": cls.__module__})
-    return made
+    return type(cls.__name__, (cls,), {"__getattribute__": getattribute, "__module__": cls.__module__})
 
 
 def _has_own_backward(out: Any) -> bool:

@@ -39,13 +39,7 @@ class _Nodes(NamedTuple):
 
 
 def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, str]) -> list[FoundCall]:
-    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap.
-
-    Args:
-        schedule: Where to look.
-        wanted: Names of kernels.
-        choices: Kernel to the implementation that is forced.
-    """
+    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap."""
     found = []
     for path, traced in traced_modules(schedule.mod, schedule.path):
         used: set[fx.Node] = set()
@@ -99,9 +93,8 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if user is None or _op(user) != "matmul" or _arguments(user).get("self") is not end:
             continue
         inputs = [_arguments(scores)["self"], _arguments(keys)["self"], _arguments(user)["other"], *masks]
-        added = all(
-            _dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks
-        )  # a mask of another dtype would change the scores' dtype
+        # a mask of another dtype would change the scores' dtype
+        added = all(_dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks)
         if not all(isinstance(each, fx.Node) for each in inputs) or not (mask_is_inverted or added):
             continue
         if _dtype(user) == _dtype(inputs[0]):
@@ -130,10 +123,10 @@ def _rms_norms(traced: fx.GraphModule) -> Iterator[_Nodes]:
             (x,) = wide.all_input_nodes
         if not {x, wide} & set(scaled.all_input_nodes):
             continue
-        yield from _weighted(scaled, x, inside, eps)
+        yield from _weighted_norm(scaled, x, inside, eps)
 
 
-def _weighted(scaled: fx.Node, x: fx.Node, inside: list[fx.Node], eps: float) -> Iterator[_Nodes]:
+def _weighted_norm(scaled: fx.Node, x: fx.Node, inside: list[fx.Node], eps: float) -> Iterator[_Nodes]:
     """Match the end of an RMSNorm: a cast and a product with a weight, in either order."""
     value, cast = scaled, "weight"
     if (user := _only_user(value)) is not None and _casts_like(user, x):
@@ -188,7 +181,7 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
     x = front.args[0]
     half = x.meta["val"].shape[-1] // 2 if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor) else 0
     ends = [(Ellipsis, slice(half, None, None)), (Ellipsis, slice(None, half, None))]
-    if _op(back) != "getitem" or back.args[0] is not x or _plain([back.args[1], front.args[1]]) != ends or not half:
+    if _op(back) != "getitem" or back.args[0] is not x or _plain_arguments([back.args[1], front.args[1]]) != ends or not half:
         return None
     total = _only_user(times)
     sin = next((each for each in times.all_input_nodes if each is not cat), None)
@@ -201,7 +194,7 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
     return (x, total, cos, sin, [back, minus, front, cat, times, other, total]) if cos is not None else None
 
 
-def _plain(value: Any) -> Any:
+def _plain_arguments(value: Any) -> Any:
     """Return the arguments of a node with traced sizes as integers."""
     return map_arg(value, lambda node: node.meta.get(SIZE, node))
 

@@ -13,14 +13,7 @@ _NORMS = (F.layer_norm, F.rms_norm)
 
 
 def result_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a tensor of the call's shape, dtype and autograd inputs, by functions whose meta kernel is in C++.
-
-    Args:
-        func: The torch function.
-        name: Its name, without underscores around.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Return a tensor of the call's shape, dtype and autograd inputs, by functions whose meta kernel is in C++."""
     if args and _is_plain(args[0]):
         if _is_like_silu(func, name, args, kwargs):
             return F.silu(args[0])

@@ -64,15 +64,12 @@ def _input_widths(module: nn.Module, count: int) -> tuple[int, ...] | None:
 
 
 def _is_small(module: nn.Module) -> bool:
+    """Return whether there are few submodules, all of which run on meta tensors: layers, norms, functions or containers."""
     inside = list(module.modules())[1:]
-    return len(inside) <= _MAX_PARTS and all(_is_known(part) for part in inside)
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Return whether a submodule's forward can run on meta tensors: a layer, norm, function, or container of these."""
-    if isinstance(module, fx.GraphModule) or module._buffers:
+    if len(inside) > _MAX_PARTS or any(isinstance(part, fx.GraphModule) or part._buffers for part in inside):
         return False
-    return is_linear(module) or all(tensor is None or tensor.dim() <= 1 for tensor in module._parameters.values())
+    weights = [weight for part in inside if not is_linear(part) for weight in part._parameters.values()]
+    return all(weight is None or weight.dim() <= 1 for weight in weights)
 
 
 def _has_equal_calls_with_own_dtypes(module: nn.Module, widths: tuple[int, ...], first: StableCalls) -> bool:
@@ -134,12 +131,7 @@ class _GraphReader:
         self._run()
 
     def reads(self, own: StableCalls, dtype: torch.dtype) -> set[tuple[str, str]] | None:
-        """Return the attributes that the module and its absorbed children read; None if a kernel differs in this dtype.
-
-        Args:
-            own: Calls of the forward.
-            dtype: Dtype of inputs and weights.
-        """
+        """Return the attributes that the module and its absorbed children read; None if a kernel differs in this dtype."""
         if not all(region.matches_in(found, dtype) for region, found in self.found):
             return None
         reads = {read for read in own.reads if not read[0]}
@@ -159,9 +151,8 @@ class _GraphReader:
         if [node.target for node in inputs] != list(self.names):
             raise _UnknownOperation
         self.places = {node: index for index, node in enumerate(inputs)}
-        regions = {
-            node: self._region(node, fusible) for node in self.nodes if node in fusible and not fusible.issuperset(node.users)
-        }
+        ends = [node for node in self.nodes if node in fusible and not fusible.issuperset(node.users)]
+        regions = {end: self._region(end, fusible) for end in ends}
         if fusible != {node for region in regions.values() for node in region.nodes}:
             raise _UnknownOperation
         makers = {node: self._dropout_residual(region) or self._kernel(region) for node, region in regions.items()}
@@ -171,7 +162,7 @@ class _GraphReader:
             elif node.op == "call_module" and node not in fusible and node not in self.merged:
                 self._emit(node, self._call(node))
         (result,) = self.nodes[-1].args
-        if not isinstance(result, fx.Node) or self._place(result) != len(self.names) + len(self.steps) - 1:
+        if not isinstance(result, fx.Node) or self._place_of(result) != len(self.names) + len(self.steps) - 1:
             raise _UnknownOperation
         if any(node.op in ("get_attr", "call_function", "call_method") and node not in fusible for node in self.nodes):
             raise _UnknownOperation
@@ -204,8 +195,7 @@ class _GraphReader:
             raise _UnknownOperation
         if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in inputs):
             raise _UnknownOperation
-        ordered = sorted(inside)
-        return Region(self.traced, end, ordered, sorted(inputs))
+        return Region(self.traced, end, sorted(inside), sorted(inputs))
 
     def _dropout_residual(self, region: Region) -> Callable[[], FusedOp] | None:
         """Return the maker of a dropout-residual operation if the region is one."""
@@ -223,18 +213,12 @@ class _GraphReader:
             return None
         self.merged.add(dropout)
         self.absorbed[name] = self._part(dropout)
-        layer = self._layer(source, Region(self.traced, end, [dropout, end], [source]), (dropout,))
+        start, part = self._layer(source, Region(self.traced, end, [dropout, end], [source]), (dropout,))
         (residual,) = (node for node in region.inputs if node is not dropout)
-        start = layer.args[0] if layer is not None else source
-        part = str(layer.target) if layer is not None else None
-        return lambda: DropoutResidual(self._place(start), self._place(residual), name, part)
+        return lambda: DropoutResidual(self._place_of(start), self._place_of(residual), name, part)
 
     def _kernel(self, region: Region) -> Callable[[], FusedOp]:
-        """Return the maker of an activation or gate operation.
-
-        Raises:
-            _UnknownOperation: no kernel computes the region.
-        """
+        """Return the maker of an activation or gate operation; raise ``_UnknownOperation`` if no kernel computes it."""
         found = region.recognise()
         if found is None:
             raise _UnknownOperation
@@ -244,11 +228,12 @@ class _GraphReader:
                 self._absorb(node)
         if found.kernel != "bias_act":
             gate, up = (region.inputs[place] for place in found.order)
-            return lambda: GatedActivation(found.kernel, self._place(gate), self._place(up), found.options, found.gate_first)
+            return lambda: GatedActivation(
+                found.kernel, self._place_of(gate), self._place_of(up), found.options, found.gate_first
+            )
         (source,) = region.inputs
-        layer = self._layer(source, region, ())
-        start, part = (source, None) if layer is None else (layer.args[0], str(layer.target))
-        return lambda: BiasActivation(self._place(start), dict(found.options)["activation"], part)
+        start, part = self._layer(source, region, ())
+        return lambda: BiasActivation(self._place_of(start), dict(found.options)["activation"], part)
 
     def _absorb(self, node: fx.Node) -> None:
         """Record a stateless child that a region calls."""
@@ -257,34 +242,35 @@ class _GraphReader:
             raise _UnknownOperation
         self.absorbed[name], self.functions[name] = self._part(node), given.meta["val"].shape[-1]
 
-    def _layer(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> fx.Node | None:
-        """Return the node if it calls a linear layer whose bias the next operation can add, and mark it as merged."""
+    def _layer(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> tuple[Any, str | None]:
+        """Return input and name of the linear layer that the node calls if the next operation can add its bias, and merge it.
+
+        Return the node itself and None otherwise.
+        """
         if node.op != "call_module" or not is_linear(self._part(node)) or not self._is_only_for(node, region, but):
-            return None
+            return node, None
         if len(node.args) != 1 or node.kwargs or getattr(self._part(node), "bias", None) is None:
-            return None
+            return node, None
         self.merged.add(node)
-        return node
+        return node.args[0], str(node.target)
 
     def _is_only_for(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> bool:
         """Return whether only the region uses the value, and no other child, which might draw random numbers, runs between."""
-        start, end = self.nodes.index(node), self.nodes.index(region.output)
-        between = [
-            other for other in self.nodes[start + 1 : end] if other.op == "call_module" and other not in (*region.nodes, *but)
-        ]
-        return set(region.nodes).issuperset(node.users) and not between
+        between = self.nodes[self.nodes.index(node) + 1 : self.nodes.index(region.output)]
+        others = {each for each in between if each.op == "call_module"} - {*region.nodes, *but}
+        return set(region.nodes).issuperset(node.users) and not others
 
     def _call(self, node: fx.Node) -> LayerCall:
         if node.kwargs or not node.args or not isinstance(node.meta.get("val"), torch.Tensor):
             raise _UnknownOperation
         self._part(node)
-        return LayerCall(str(node.target), tuple(self._place(arg) for arg in node.args))
+        return LayerCall(str(node.target), tuple(self._place_of(arg) for arg in node.args))
 
     def _emit(self, node: fx.Node, step: FusedOp) -> None:
         self.places[node] = len(self.names) + len(self.steps)
         self.steps.append(step)
 
-    def _place(self, node: Any) -> int:
+    def _place_of(self, node: Any) -> int:
         if node not in self.places:
             raise _UnknownOperation
         return self.places[node]

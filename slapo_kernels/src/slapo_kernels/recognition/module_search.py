@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core import is_sharded
+from slapo_core import is_sharded, paths
 from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..lazy.logits import LazyHead, find_heads
@@ -58,24 +58,16 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
         kernel_forward = known[kind]
         if kernel_forward is None or not set(kernel_forward.kernels) & set(wanted):
             continue
-        parts: dict[str, nn.Module] = {}
+        absorbed: tuple[Any, ...] = ()
         if isinstance(kernel_forward, (ExpertGate, FusedForward)):
             absorbed = tuple((name, module._modules[name]) for name, _ in kernel_forward.absorbed)
             kernel_forward = replace(kernel_forward, absorbed=absorbed)
-            parts |= dict(absorbed)
         if isinstance(kernel_forward, (ExpertGate, NormForward, FusedForward)):
             kernel_forward = replace(kernel_forward, guard=kernel_forward.guard.for_module(module))
-        opaque_path = next(
-            (name for name, part in parts.items() if is_opaque(part)), None if _may_be_replaced(module, kernel_forward) else ""
-        )
-        found.append(
-            ServedModule(
-                path,
-                module,
-                kernel_forward,
-                opaque_path if opaque_path is None else ".".join(filter(None, (path, opaque_path))),
-            )
-        )
+        opaque = [paths.join(path, name) for name, part in absorbed if is_opaque(part)]
+        if not _may_be_replaced(module, kernel_forward):
+            opaque.append(path)
+        found.append(ServedModule(path, module, kernel_forward, opaque[0] if opaque else None))
     return found
 
 
@@ -93,11 +85,8 @@ def _is_called(path: str, above: str, traced: fx.GraphModule) -> bool:
     if not path.startswith(prefix):
         return True
     inner = path.removeprefix(prefix)
-    return any(inner == target or inner.startswith(f"{target}.") for target in _targets(traced))
-
-
-def _targets(traced: fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in traced.graph.find_nodes(op="call_module")]
+    targets = [str(node.target) for node in traced.graph.find_nodes(op="call_module")]
+    return any(inner == target or inner.startswith(f"{target}.") for target in targets)
 
 
 def _is_stock(module: nn.Module) -> bool:

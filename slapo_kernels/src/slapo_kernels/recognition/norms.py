@@ -34,12 +34,10 @@ def recognise_norm(module: nn.Module) -> NormForward | None:
         first = StableCalls.observe(module, torch.float32, weight.shape, NORM)
         if first is None or not attributes_are_comparable(module, first.reads):
             return None
-        forms = [form for form in _forms(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)]
-        others = {
-            dtype: StableCalls.observe(module, dtype, weight.shape, NORM)
-            for dtype in DTYPES
-            if dtype is not torch.float32 and forms
-        }
+        forms = [
+            form for form in _candidate_kernels(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)
+        ]
+        others = {dtype: StableCalls.observe(module, dtype, weight.shape, NORM) for dtype in DTYPES[1:] if forms}
         found: list[tuple[int, NormForward]] = []
         for form in forms:
             seen = {torch.float32: first}
@@ -69,7 +67,7 @@ def _has_contiguous_output(module: nn.Module) -> bool:
     return result.is_contiguous()
 
 
-def _forms(module: nn.Module, bias: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidate_kernels(module: nn.Module, bias: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the kernels with the options that the module's attributes allow: each small float may be the epsilon."""
     for eps in dict.fromkeys(value for value in vars(module).values() if type(value) is float and 0 <= value < 1):
         if not bias:

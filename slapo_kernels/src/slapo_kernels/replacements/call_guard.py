@@ -47,16 +47,15 @@ class CallGuard:
         for arg in args:
             if not isinstance(arg, torch.Tensor) or arg.dtype not in self.dtypes or arg.dim() not in self.dims:
                 return False
-        if len(self.dtypes) < len(DTYPES) and not self._admits_autocast(args[0].device.type):
+        device = args[0].device.type
+        is_cast = len(self.dtypes) < len(DTYPES) and torch.is_autocast_enabled(device)
+        if is_cast and torch.get_autocast_dtype(device) not in self.dtypes:
             return False
         for (part, name), known in zip(self.attributes, self.attribute_values, strict=True):
             value = _value(_part(module, part), name)
             if value is not known and not _equal_value(value, known):
                 return False
         return True
-
-    def _admits_autocast(self, device: str) -> bool:
-        return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) in self.dtypes
 
 
 def attributes_are_comparable(module: nn.Module, reads: Iterable[tuple[str, str]]) -> bool:

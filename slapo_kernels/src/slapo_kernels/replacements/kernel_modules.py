@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,26 +32,34 @@ _TABLES = (
 )
 
 
-class KernelForward(Protocol):
-    """Forward of a kernel module, called with the module and its inputs."""
+class KernelForward:
+    """Forward of a kernel module, called with the module and its inputs.
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the arguments of the replaced method."""
+    Attributes:
+        inputs: Names of the arguments of the replaced method.
+        choice: Implementation that the user forced.
+    """
+
+    inputs: tuple[str, ...]
+    choice: str | None
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that it calls."""
+        raise NotImplementedError
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """True if the user forced an implementation."""
+        return self.choice is not None
 
     def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """Return whether the kernels compute this call."""
+        raise NotImplementedError
 
     def __call__(self, module: Any, *args: Any) -> Any:
         """Return the result of the forward."""
+        raise NotImplementedError
 
 
 class KernelModule:
@@ -82,22 +90,17 @@ def kernel_forward_of(module: nn.Module) -> KernelForward | None:
     return vars(module).get(_KERNEL_FORWARD) if isinstance(module, KernelModule) else None
 
 
-def _new_instance(cls: type[nn.Module]) -> nn.Module:
-    made = _subclass(cls)
-    new: nn.Module = made.__new__(made)
-    return new
-
-
 _subclasses: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
 
 
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def _new_instance(cls: type[nn.Module]) -> nn.Module:
     key = cls, cls.forward
     if key not in _subclasses:
         methods = [name for name in ("forward", "_apply_gate") if hasattr(cls, name)]
         members = {"__module__": cls.__module__, "__doc__": cls.__doc__, **{name: _method(cls, name) for name in methods}}
         _subclasses[key] = type(f"Kernel{cls.__name__}", (KernelModule, cls), members)
-    return _subclasses[key]
+    new: nn.Module = _subclasses[key].__new__(_subclasses[key])
+    return new
 
 
 def _method(cls: Any, name: str) -> Any:
@@ -108,13 +111,12 @@ def _method(cls: Any, name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel_forward: KernelForward | None = getattr(self, _KERNEL_FORWARD, None)
         own = getattr(cls, name)
-        if (
-            kernel_forward is None or isinstance(kernel_forward, ExpertGate) is not gate or own is not original
-        ):  # an instance without kernels, or a class that was patched later
+        # an instance without kernels, or a class that was patched later
+        if kernel_forward is None or isinstance(kernel_forward, ExpertGate) is not gate or own is not original:
             return own(self, *args, **kwargs)
         given = args + tuple(kwargs[each] for each in kernel_forward.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(kernel_forward.inputs) == len(args) + len(kwargs)
-        if known and not is_traced_or_compiled(kernel_forward.forced) and kernel_forward.admits(self, given):
+        if known and not is_traced_or_compiled(kernel_forward.is_forced) and kernel_forward.admits(self, given):
             return kernel_forward(self, *given)
         return own(self, *args, **kwargs)
 
@@ -122,7 +124,7 @@ def _method(cls: Any, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class NormForward:
+class NormForward(KernelForward):
     """Forward of a norm over the last dimension.
 
     Args:
@@ -143,13 +145,7 @@ class NormForward:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Name of the kernel."""
         return (self.kernel,)
-
-    @property
-    def forced(self) -> bool:
-        """True if the user forced an implementation."""
-        return self.choice is not None
 
     def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """Return whether the guard admits the call; modules differ in how they mix dtypes, so input and weight share one."""
@@ -164,17 +160,12 @@ class NormForward:
 
 
 @dataclass(frozen=True)
-class EmbeddingForward:
+class EmbeddingForward(KernelForward):
     """Forward of an embedding."""
 
     inputs: tuple[str, ...]
     choice: str | None = None
     kernels: ClassVar[tuple[str, ...]] = ("embedding",)
-
-    @property
-    def forced(self) -> bool:
-        """True if the user forced an implementation."""
-        return self.choice is not None
 
     def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """Return whether the module has no option besides ``padding_idx``."""
@@ -186,8 +177,25 @@ class EmbeddingForward:
         return found
 
 
+class _BlockForward(KernelForward):
+    """Forward of a module with children whose work a kernel does.
+
+    Attributes:
+        guard: Conditions on the call.
+        absorbed: Names and modules of these children.
+    """
+
+    guard: CallGuard
+    absorbed: tuple[tuple[str, nn.Module], ...]
+
+    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether the absorbed children are still the module's, without hooks, and the guard admits the call."""
+        unchanged = all(module._modules.get(name) is part and not is_opaque(part) for name, part in self.absorbed)
+        return unchanged and self.guard.admits(module, args)
+
+
 @dataclass(frozen=True)
-class FusedForward:
+class FusedForward(_BlockForward):
     """Forward that calls a module's children, and kernels between them.
 
     Args:
@@ -206,17 +214,11 @@ class FusedForward:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the kernels of the operations."""
         return tuple(dict.fromkeys(step.kernel for step in self.steps if step.kernel))
 
     @property
-    def forced(self) -> bool:
-        """True if the user forced an implementation."""
+    def is_forced(self) -> bool:
         return bool(self.choices)
-
-    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether the absorbed children are unchanged and the guard admits the call."""
-        return _parts_unchanged(module, self.absorbed) and self.guard.admits(module, args)
 
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:
         """Run the operations on this module."""
@@ -227,7 +229,7 @@ class FusedForward:
 
 
 @dataclass(frozen=True)
-class ExpertGate:
+class ExpertGate(_BlockForward):
     """Gate of a mixture's experts, which replaces their method ``_apply_gate``; their own forward calls it.
 
     Args:
@@ -246,26 +248,11 @@ class ExpertGate:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Name of the kernel."""
         return (self.step.kernel,)
-
-    @property
-    def forced(self) -> bool:
-        """True if the user forced an implementation."""
-        return self.choice is not None
-
-    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether the absorbed children are unchanged and the guard admits the call."""
-        return _parts_unchanged(module, self.absorbed) and self.guard.admits(module, args)
 
     def __call__(self, module: Any, gate_up: torch.Tensor) -> torch.Tensor:
         """Return the gated value."""
         return self.step.run(module, [gate_up], self.choice)
-
-
-def _parts_unchanged(module: Any, absorbed: tuple[tuple[str, nn.Module], ...]) -> bool:
-    """Return whether the absorbed children are still the module's, without hooks or wrappers."""
-    return all(module._modules.get(name) is part and not is_opaque(part) for name, part in absorbed)
 
 
 class KernelCall(nn.Module):

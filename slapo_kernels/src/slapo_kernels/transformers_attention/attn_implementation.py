@@ -25,7 +25,8 @@ def transformers_models(root: nn.Module) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for path, module in root.named_modules():
-        if isinstance(module, library.PreTrainedModel) and not any(_is_inside(path, other) for other in found):
+        outer = any(not other or path == other or path.startswith(f"{other}.") for other in found)
+        if isinstance(module, library.PreTrainedModel) and not outer:
             found[path] = module
     return {path: model for path, model in found.items() if model._can_set_attn_implementation()}
 
@@ -80,10 +81,6 @@ def configs(model: Any) -> list[Any]:
 def _parts(model: nn.Module) -> list[Any]:
     library: Any = sys.modules["transformers.modeling_utils"]
     return [module for module in model.modules() if isinstance(module, library.PreTrainedModel)]
-
-
-def _is_inside(path: str, other: str) -> bool:
-    return not other or path == other or path.startswith(f"{other}.")
 
 
 def _put_back(before: list[tuple[Any, str | None]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,25 +31,21 @@ def transformers_name(name: str) -> str:
 
 
 def keep_fully_masked_results(model: nn.Module, before: Iterable[tuple[Any, str | None]]) -> None:
-    """Keep the results of fully masked queries after a change of the model's attention.
+    """Keep the results of fully masked queries after a change of the model's attention from the names in ``before``.
 
     Models that compare the name of their attention, or have several eager attention functions in one class, do not change.
-
-    Args:
-        model: A Transformers' model.
-        before: Its configs, with the attention name of each before the change.
     """
     ours: dict[str, str] = {"eager": _EAGER_WITH_ZEROS, "sdpa": _SDPA_WITH_MEANS}
-    told = [(config, now) for config, name in before if _differ(name, now := config._attn_implementation)]
+    told = []
+    for config, name in before:
+        now = config._attn_implementation
+        gave, give = _FULLY_MASKED_RESULTS.get(str(name)), _FULLY_MASKED_RESULTS.get(str(now))
+        if gave and give and gave != give:
+            told.append((config, now))
     if told and _can_be_renamed(model):
         _register()
         for config, now in told:
             config._attn_implementation_internal = ours[now]
-
-
-def _differ(before: str | None, now: str | None) -> bool:
-    gave, give = _FULLY_MASKED_RESULTS.get(str(before)), _FULLY_MASKED_RESULTS.get(str(now))
-    return gave is not None and give is not None and gave != give
 
 
 def _can_be_renamed(model: nn.Module) -> bool:
@@ -58,7 +54,9 @@ def _can_be_renamed(model: nn.Module) -> bool:
     methods = [(cls, inspect.unwrap(each)) for cls in classes for each in vars(cls).values() if inspect.isfunction(each)]
     for cls, method in methods:
         code, known = method.__code__, method.__globals__
-        if "_attn_implementation" in code.co_names and any("sdpa" in _words(each) for each in code.co_consts):
+        if "_attn_implementation" in code.co_names and any(
+            each == "sdpa" or (isinstance(each, (tuple, frozenset)) and "sdpa" in each) for each in code.co_consts
+        ):
             return False
         if method.__name__ == "forward" and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
             functions = [known[name] for name in code.co_names if name.endswith(_EAGER) and name in known]
@@ -66,10 +64,6 @@ def _can_be_renamed(model: nn.Module) -> bool:
                 return False
             _eager[cls] = functions[0]
     return True
-
-
-def _words(constant: object) -> Collection[object]:
-    return constant if isinstance(constant, (tuple, frozenset)) else (constant,)
 
 
 def _register() -> None:
@@ -114,10 +108,8 @@ def _sdpa_with_means(
     """``sdpa`` for a bool mask, and the model's eager attention for an additive one: no kernel has right gradients there."""
     if mask is not None and mask.dtype is not torch.bool:
         return _model_eager(module, query, key, value, mask, **kwargs)
-    found: tuple[torch.Tensor, None] = sys.modules["transformers.modeling_utils"].sdpa_attention_forward(
-        module, query, key, value, mask, **kwargs
-    )
-    return found
+    sdpa: Callable[..., tuple[torch.Tensor, None]] = sys.modules["transformers.modeling_utils"].sdpa_attention_forward
+    return sdpa(module, query, key, value, mask, **kwargs)
 
 
 def _model_eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

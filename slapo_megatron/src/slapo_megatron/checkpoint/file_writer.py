@@ -36,15 +36,13 @@ class MegatronFiles:
         self._plan = SavePlan([])
         self._metadata = Metadata({})
 
-    def prepared(self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None) -> Callable[[Ranks], None]:
+    def prepare_write(
+        self, state: dict[str, Any], folder: Path, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
         """Return a function that writes a sharded state dict; it takes the ranks to synchronize with. Both are collective.
 
-        Args:
-            state: The sharded state dict; Megatron changes it while planning.
-            folder: Directory of the files.
-            ranks: All ranks of the program.
-            copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the
-                time of writing.
+        Megatron changes ``state`` while planning. ``copies`` are buffers for this rank's tensors, to write their values of
+        this moment; with None the values at the time of writing are written.
 
         Raises:
             BuildError: on every rank: Megatron refuses the state.

@@ -22,7 +22,7 @@ from slapo_training.engines import Position, checkpoint_files
 from slapo_training.model import copy_into
 from slapo_training.optimizers import lr_scheduler_class, whole_tensor_checkpoint
 
-from ..optimizer.local_tensors import Held
+from ..optimizer.local_tensors import LocalTensors
 from ..optimizer.optimizer_state import OptimizerState
 from ..process_state._megatron_private import main_param
 
@@ -30,24 +30,16 @@ if TYPE_CHECKING:
     from ..engine import MegatronEngine
 
 
-def prepared(
+def prepare_save(
     engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
 ) -> Callable[[Ranks], None]:
     """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
 
-    The function takes the ranks to synchronize with.
-
-    Args:
-        engine: The engine to save.
-        path: The same directory on every rank.
-        position: Position of training.
-        ranks: All ranks of the program.
-        copies: Buffers for this rank's tensors, to write their values of this moment; None to write the values at the time
-            of writing.
+    The function takes the ranks to synchronize with. ``copies`` are as in ``FileWriter``.
     """
     program = engine.program
-    held = Held(program)
-    state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
+    held = LocalTensors(program)
+    state: dict[str, Any] = {"model": held.sharded_tensors(held.tensors), "common": _common_state(engine)}
 
     def check() -> None:
         _check_extra_state(program.module)
@@ -56,10 +48,10 @@ def prepared(
 
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
-            state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        copy_into = engine.files.prepared(state, folder, ranks, copies)
+            state["optimizer"], _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        copy_into = engine.files.prepare_write(state, folder, ranks, copies)
         found: list[bytes | None] = []
-        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.packed(_inner(engine), _stepped(held))))
+        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.pack_state(_inner(engine), _master_tensors(held))))
 
         def put(meeting: Ranks) -> None:
             if (states := found[0]) is not None:
@@ -68,27 +60,19 @@ def prepared(
 
         return put
 
-    compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
+    compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common_state(engine)!r}"], program.mesh)
     ranks.run_on_all(check)
     if engine.optimizer is not None:
         kept = OptimizerState(engine, held)
-        kept.check_alike()
+        kept.check_uniform()
         kept.check_numbers()
-    target, about = engine.options.target, _about(engine, held)
+    target, about = engine.options.target, _engine_facts(engine, held)
     given = path, target, program, about, position, collect, ranks, held.buffers()
-    return checkpoint_files.prepared(*given, engine.averages, copies is not None)
+    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Load a checkpoint. Collective.
-
-    Args:
-        engine: The engine to load into.
-        path: Directory of the checkpoint.
-        reading: Context around the changes to the engine.
-
-    Returns:
-        The saved position of training.
+    """Load a checkpoint, with changes to the engine inside of ``reading``; return the saved position of training. Collective.
 
     Raises:
         BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.
@@ -96,19 +80,19 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     from megatron.core import dist_checkpointing
 
     program = engine.program
-    held, found = Held(program), dict[str, Any]()
+    held, found = LocalTensors(program), dict[str, Any]()
     ranks = Ranks.of(program)
     complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
     has_stepped = complete.about["has_stepped"]
 
     def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
-        state: dict[str, Any] = {"model": held.sharded(fresh)}
+        state: dict[str, Any] = {"model": held.sharded_tensors(fresh)}
         if engine.optimizer is not None:
             is_whole = complete.about["whole"]
             whole_tensor_checkpoint.check_kind(is_whole, _inner(engine))
             kept = OptimizerState(engine, held)
-            state["optimizer"], found["take"] = kept.sharded(has_stepped and not is_whole, is_loading=True)
+            state["optimizer"], found["take"] = kept.sharded_state(has_stepped and not is_whole, is_loading=True)
             if not is_whole:
                 _check_kept(complete.about, kept)
             else:
@@ -117,7 +101,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             found["state"] = dist_checkpointing.load(state, str(complete.data))
         except (Exception, CheckpointException) as err:  # many types for missing or broken files
             raise BuildError(
-                f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
+                f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first_line(err)}; load another"
             ) from err
 
     def put() -> None:
@@ -131,26 +115,26 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
                 group.update(saved)
             if "states" in found:
-                whole_tensor_checkpoint.put(inner, _stepped(held), found["states"])
+                whole_tensor_checkpoint.put(inner, _master_tensors(held), found["states"])
         beside.put(held.buffers())
         engine.has_stepped = has_stepped
 
-    def hand() -> None:
+    def load_scheduler() -> None:
         if (rate := engine.lr_scheduler) is not None:
             saved = found["state"]["common"]["rate"]
             loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
 
-    own, loading = _about(engine, held), StateLoading()
+    own, loading = _engine_facts(engine, held), StateLoading()
     ranks.run_on_all(lambda: _check(complete.about, own))
-    with checkpoint_folder.reading(complete):
+    with checkpoint_folder.read_context(complete):
         checkpoint_folder.verify(complete, ranks)
-        beside = checkpoint_files.read_beside(complete, program, held.buffers())
+        beside = checkpoint_files.read_extras(complete, program, held.buffers())
         averages = engine.averages.read(complete, ranks)
         inner = _inner(engine)
         is_new = inner is not None and not inner.state
         try:
             ranks.run_on_all(read)  # also initializes the optimizer's state
-            ranks.run_on_all(hand)
+            ranks.run_on_all(load_scheduler)
         except Exception:
             loading.roll_back()
             if inner is not None and is_new:
@@ -175,19 +159,19 @@ def _check_extra_state(model: nn.Module) -> None:
 def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
     """Raise ``BuildError`` if the optimizer's states have other names than the saved ones."""
     before = saved["kept"]
-    if saved["has_stepped"] and before != (now := own.kept()):
+    if saved["has_stepped"] and before != (now := own.state_names()):
         raise BuildError(
             f"saved with {', '.join(before)} in the optimizer's state, but this engine's has {', '.join(now)}; build with the "
             "same options of the optimizer"
         )
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the first non-blank line of an error's text, at most 200 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
-def _stepped(held: Held) -> dict[str, torch.Tensor]:
+def _master_tensors(held: LocalTensors) -> dict[str, torch.Tensor]:
     """Return this rank's tensors, with the optimizer's fp32 copy in place of each parameter that has one."""
     return {key: main_param(tensor) for key, tensor in held.tensors.items()}
 
@@ -196,14 +180,14 @@ def _inner(engine: MegatronEngine) -> Any:
     return None if engine.optimizer is None else engine.optimizer.optimizer
 
 
-def _common(engine: MegatronEngine) -> dict[str, Any]:
+def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     """Return the data that only the first rank writes: options of the optimizer's groups, and the schedule's state."""
     inner, rate = _inner(engine), engine.lr_scheduler
     groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
     return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
 
 
-def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
+def _engine_facts(engine: MegatronEngine, held: LocalTensors) -> dict[str, Any]:
     """Return the description of the engine for the checkpoint, the same on every rank. Collective."""
     optimizer = engine.optimizer
     return {
@@ -214,7 +198,7 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
         "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
         "shapes": held.shapes,
         "has_stepped": engine.has_stepped,
-        "kept": [] if optimizer is None else OptimizerState(engine, held).kept(),
+        "kept": [] if optimizer is None else OptimizerState(engine, held).state_names(),
     }
 
 

@@ -2,3 +2,7 @@
 and the program. Out: ``MegatronOptions``, or one ``BuildError``. May import ``process_state``; Megatron is imported
 inside functions.
 """
+
+from .options import TAKEN
+
+__all__ = ["TAKEN"]

@@ -20,21 +20,9 @@ def _chunks(program: Program) -> int:
     return len(program.stages) // program.axis_size("pp")
 
 
-def _has_several_stages_alone(program: Program, options: MegatronOptions) -> bool:
-    return len(program.stages) > 1 and program.axis_size("pp") == 1
-
-
 def _interleaves_batched(program: Program, options: MegatronOptions) -> bool:
     given = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **options.section("transformer")}
     return _chunks(program) > 1 and (given["batch_p2p_comm"] or not given["overlap_p2p_comm"])
-
-
-def _overlaps_one_stage(program: Program, options: MegatronOptions) -> bool:
-    return _chunks(program) == 1 and bool(options.section("transformer").get("overlap_p2p_comm"))
-
-
-def _interleaves_unevenly(program: Program, options: MegatronOptions) -> bool:
-    return _chunks(program) > 1 and options.microbatches % program.axis_size("pp") != 0
 
 
 def _leaves_ranks_idle(program: Program, options: MegatronOptions) -> bool:
@@ -46,19 +34,11 @@ def _leaves_ranks_idle(program: Program, options: MegatronOptions) -> bool:
     return options.trains and len(trained) < program.axis_size("pp")
 
 
-def _shares_out_nothing(program: Program, options: MegatronOptions) -> bool:
-    return options.distributed_optimizer and not options.trains
-
-
 def _shares_out_another(program: Program, options: MegatronOptions) -> bool:
     given, named = options.optimizer, options.section("optimizer").get("optimizer", "adam")
     return options.distributed_optimizer and (
         named != "adam" or (isinstance(given, torch.optim.Optimizer) and not is_shared_out(given))
     )
-
-
-def _is_on_cpu_beside_cuda(program: Program, options: MegatronOptions) -> bool:
-    return device_of(program) == "cpu" and torch.cuda.is_available()
 
 
 ANOTHER_OPTIMIZER = Limit(
@@ -70,7 +50,11 @@ ANOTHER_OPTIMIZER = Limit(
 LIMITS = (
     *ALL_RANKS,
     Limit("fp16", "use precision='bf16', or target='torch'", lambda program, options: options.precision == "fp16"),
-    Limit("several stages on one rank along pp", "leave the cuts out, or use target='torch'", _has_several_stages_alone),
+    Limit(
+        "several stages on one rank along pp",
+        "leave the cuts out, or use target='torch'",
+        lambda program, options: len(program.stages) > 1 and program.axis_size("pp") == 1,
+    ),
     Limit(
         "interleaved stages with batched messages",
         "leave overlap_p2p_comm and batch_p2p_comm out of config['transformer']: messages between two ranks would cross",
@@ -79,17 +63,21 @@ LIMITS = (
     Limit(
         "overlap_p2p_comm without interleaved stages",
         "leave it out of config['transformer'], or cut several stages for each rank",
-        _overlaps_one_stage,
+        lambda program, options: _chunks(program) == 1 and bool(options.section("transformer").get("overlap_p2p_comm")),
     ),
     Limit(
         "interleaved stages with a number of micro-batches that the ranks along pp do not divide",
         "give microbatches= as a multiple of these ranks, or cut one stage for each rank",
-        _interleaves_unevenly,
+        lambda program, options: _chunks(program) > 1 and options.microbatches % program.axis_size("pp") != 0,
     ),
     NO_CLIPPED_COPIES,
     Limit("a rank with nothing to train", "cut so that each rank has something, or use target='torch'", _leaves_ranks_idle),
     NO_PLATEAU,
-    Limit("the distributed optimizer without an optimizer", "leave distributed_optimizer out", _shares_out_nothing),
+    Limit(
+        "the distributed optimizer without an optimizer",
+        "leave distributed_optimizer out",
+        lambda program, options: options.distributed_optimizer and not options.trains,
+    ),
     ANOTHER_OPTIMIZER,
     Limit(
         "parameters of another type than float32, or with bf16 bfloat16",
@@ -99,7 +87,7 @@ LIMITS = (
     Limit(
         "training on a CPU where there is CUDA",
         "make the mesh of 'cuda', or hide the devices with CUDA_VISIBLE_DEVICES=",
-        _is_on_cpu_beside_cuda,
+        lambda program, options: device_of(program) == "cpu" and torch.cuda.is_available(),
     ),
 )
 """Limits in the order in which they are checked."""

@@ -67,7 +67,6 @@ class MegatronOptions(EngineOptions):
     timeout_minutes: int = 10
 
     def validate(self) -> None:
-        """Raise ``BuildError`` for a value that cannot work."""
         super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of fp32, bf16")
@@ -75,7 +74,7 @@ class MegatronOptions(EngineOptions):
             raise BuildError(f"distributed_optimizer is {self.distributed_optimizer!r}; give True or False")
         if type(self.timeout_minutes) is not int or self.timeout_minutes < 1:
             raise BuildError(f"timeout_minutes is {self.timeout_minutes!r}; give a whole number from 1 on")
-        for name in self._given():
+        for name in self._config_dict():
             if name not in SECTIONS:
                 raise BuildError(str(UnknownNameError.of("section", str(name), SECTIONS, whose="config of target 'megatron'")))
         for name in SECTIONS:
@@ -99,18 +98,16 @@ class MegatronOptions(EngineOptions):
 
     @property
     def trains(self) -> bool:
-        """True if there is an optimizer, ours or Megatron's."""
         return super().trains or "optimizer" in self.section("optimizer")
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of one of Megatron's configurations."""
-        section = self._given().get(name, {})
+        section = self._config_dict().get(name, {})
         if not isinstance(section, Mapping):
             raise BuildError(f"config[{name!r}] is {section!r}; give keyword arguments as a dict")
         return dict(section)
 
     def rank_invariants(self) -> list[str]:
-        """Return the options that have to be the same on all ranks."""
         given = {name: sorted(self.section(name).items()) for name in SECTIONS}
         return [
             f"distributed_optimizer={self.distributed_optimizer}",
@@ -118,7 +115,7 @@ class MegatronOptions(EngineOptions):
             *super().rank_invariants(),
         ]
 
-    def _given(self) -> Mapping[str, Any]:
+    def _config_dict(self) -> Mapping[str, Any]:
         if self.config is None:
             return {}
         if not isinstance(self.config, Mapping):

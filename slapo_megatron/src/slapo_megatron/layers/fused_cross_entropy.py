@@ -17,15 +17,13 @@ from torch import nn
 from slapo_core import ScheduleError, ShardSpec
 
 from ..process_state._megatron_private import fused_cross_entropy
-from .parallel_layers import once
+from .parallel_layers import refuse_double_backward
 
 
 class FusedLosses(nn.Module):
-    """Token losses by Megatron's function, from this rank's columns of the logits.
+    """Token losses by Megatron's function, from this rank's columns of the logits; all shards have the same size.
 
-    Args:
-        others: Module with the same arguments, for logits of other types and for empty batches.
-        spec: Shard of the head's weight; all shards have the same size.
+    The module ``others`` serves logits of other types and empty batches.
     """
 
     def __init__(self, others: nn.Module, spec: ShardSpec) -> None:
@@ -42,15 +40,15 @@ class FusedLosses(nn.Module):
         if not compiling and bool((~ignored & ((target < 0) | (target >= size))).any()):
             raise IndexError(f"a target is outside of the vocabulary of {size} and is not ignore_index ({ignore_index})")
         if logits.device.type == "cpu" and not compiling:
-            losses = _Uncompiled.apply(self.fused, logits, target, self.spec.group)  # type: ignore[no-untyped-call]
+            losses = _EagerCrossEntropy.apply(self.fused, logits, target, self.spec.group)  # type: ignore[no-untyped-call]
         else:
             losses = self.fused(logits, target, self.spec.group)
         if losses.requires_grad and not compiling:
-            losses.register_hook(_First())  # type: ignore[no-untyped-call]
-        return once(losses).masked_fill(ignored, 0)
+            losses.register_hook(_SingleBackwardHook())  # type: ignore[no-untyped-call]
+        return refuse_double_backward(losses).masked_fill(ignored, 0)
 
 
-class _First:
+class _SingleBackwardHook:
     """Gradient hook that refuses a second backward: Megatron's first one overwrites its saved tensors."""
 
     done = False
@@ -61,7 +59,7 @@ class _First:
         self.done = True
 
 
-class _Uncompiled(torch.autograd.Function):
+class _EagerCrossEntropy(torch.autograd.Function):
     """Autograd node that runs Megatron's function without its ``torch.compile``, which on a CPU needs a C++ compiler."""
 
     @staticmethod

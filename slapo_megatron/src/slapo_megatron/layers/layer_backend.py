@@ -33,7 +33,6 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     """Return Megatron's layer for a sharded one, or the reason why there is none.
 
     Args:
-        module: The sharded layer.
         kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` for the module that computes the token losses.
         spec: The shard of its weight; for a loss, the shard of the head's weight.
         sums_gradient: For columns: True if the layer has to all-reduce the gradient of its input.
@@ -41,9 +40,9 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     _tell_of_norms()
     if kind == "loss":
         return FusedLosses(module, spec) if spec.uneven_ranges is None else _UNEVEN
-    if (why := _unlike(module, kind, spec)) is not None:
+    if (why := _mismatch(module, kind, spec)) is not None:
         return why
-    layer = _made(module, kind, spec, sums_gradient)
+    layer = _make_layer(module, kind, spec, sums_gradient)
     own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     for name, value in own.items():
         if not name.startswith("_slapo"):
@@ -60,7 +59,7 @@ def _tell_of_norms() -> None:
         get_logger().info("norms stay the model's own, though Megatron-Core has fused ones here")
 
 
-def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
+def _mismatch(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     """Return the reason why no layer of Megatron's computes the same result, or None."""
     if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
         return f"Megatron-Core has no layer for a {type(module).__name__}"
@@ -73,7 +72,7 @@ def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     return None
 
 
-def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
+def _make_layer(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Module:
     """Make a layer without weights, on the meta device."""
     make, sizes = layer_classes()[kind], spec.full_shape
     given: dict[str, Any] = {"config": _config(spec.num_shards, module.weight.dtype), "tp_group": spec.group}
@@ -86,7 +85,7 @@ def _made(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) -> nn.Mo
         "rows": {"input_is_parallel": True},
     }[kind]
     with torch.device("meta"):
-        layer: nn.Module = make(*sizes, init_method=_no_init, **given)
+        layer: nn.Module = make(*sizes, init_method=lambda weight: None, **given)
     layer._load_state_dict_pre_hooks.clear()  # it handles an extra state of Transformer Engine
     return layer
 
@@ -99,7 +98,3 @@ def _config(ranks: int, dtype: torch.dtype) -> Any:
     return ModelParallelConfig(
         tensor_model_parallel_size=ranks, params_dtype=dtype, use_cpu_initialization=True, perform_initialization=False
     )
-
-
-def _no_init(weight: torch.Tensor) -> None:
-    """Leave a weight as it is."""

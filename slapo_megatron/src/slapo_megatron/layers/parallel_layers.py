@@ -34,29 +34,30 @@ def layer_classes() -> dict[str, Any]:
     if not torch.cuda.is_available():
         silence_cuda_advice()
 
-    class ColumnParallel(_Copied, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
+    class ColumnParallel(_ParallelLayer, megatron.ColumnParallelLinear, _Linear):  # type: ignore[misc]
         """Linear with the rows of its weight sharded, and therefore the columns of its output."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
             self.allreduce_dgrad = input.requires_grad and not self.disable_grad_reduce
             output, bias = super().forward(_two_dimensional(input))
-            output = _like(input, once(output))
+            output = _restore_shape(input, refuse_double_backward(output))
             return output if bias is None else output + bias
 
-    class RowParallel(_Copied, row_parallel_linear(), _Linear):  # type: ignore[misc]
+    class RowParallel(_ParallelLayer, row_parallel_linear(), _Linear):  # type: ignore[misc]
         """Linear with the columns of its weight and its input sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
-            return _like(input, once(super().forward(_two_dimensional(input))[0]))
+            return _restore_shape(input, refuse_double_backward(super().forward(_two_dimensional(input))[0]))
 
-    class VocabParallel(_Copied, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
+    class VocabParallel(_ParallelLayer, megatron.VocabParallelEmbedding, _Embedding):  # type: ignore[misc]
         """Embedding with the rows of its table sharded; the output is all-reduced."""
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            _check_indices(input, self.num_embeddings)
-            output = _like(input.unsqueeze(-1), once(super().forward(input)))
+            # fails as the whole table would: Megatron takes an index outside of the table for another rank's row
+            F.embedding(input, torch.zeros((), device=input.device).expand(self.num_embeddings, 1))
+            output = _restore_shape(input.unsqueeze(-1), refuse_double_backward(super().forward(input)))
             if self.padding_idx is None:
                 return output
             return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
@@ -78,7 +79,7 @@ class _Embedding(nn.Embedding):
         nn.Module.__init__(self)
 
 
-class _Copied:
+class _ParallelLayer:
     """Base of all layers: a copy shares the process group, and the parameters are the only state."""
 
     get_extra_state = nn.Module.get_extra_state
@@ -101,13 +102,13 @@ def _two_dimensional(input: torch.Tensor) -> torch.Tensor:
     return input.reshape(input.shape[:-1].numel(), input.shape[-1])
 
 
-def _like(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _restore_shape(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Return the output in the input's shape; unlike a view of a Megatron function's output, it may be changed in place."""
     shaped: torch.Tensor = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], output.shape[-1]))
     return shaped
 
 
-def once(output: torch.Tensor) -> torch.Tensor:
+def refuse_double_backward(output: torch.Tensor) -> torch.Tensor:
     """Return the output with a hook that refuses a graph of its gradient."""
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
@@ -127,8 +128,3 @@ def _check_autocast(input: torch.Tensor) -> None:
         raise ScheduleError(
             "layers of Megatron-Core do not run under autocast on a CPU; give the model the dtype itself, or leave out backend"
         )
-
-
-def _check_indices(input: torch.Tensor, rows: int) -> None:
-    """Fail as the whole table would: Megatron takes an index outside of the table for another rank's row."""
-    F.embedding(input, torch.zeros((), device=input.device).expand(rows, 1))

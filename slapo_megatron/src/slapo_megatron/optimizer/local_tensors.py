@@ -13,14 +13,10 @@ from slapo_core import Program, ShardSpec, is_sharded, parameter_facts
 from slapo_training.model import boxes, buffers, parameters
 
 
-class Held:
+class LocalTensors:
     """Tensors that this rank's stages hold, by the first of each tensor's original names.
 
-    Args:
-        program: The program that the engine runs.
-
     Attributes:
-        tensors: Parameters and persistent buffers.
         shapes: Full shapes of the tensors of the whole model, the same on every rank.
     """
 
@@ -40,19 +36,13 @@ class Held:
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the held tensors that are not parameters."""
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
-    def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out.
+    def sharded_tensors(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+        """Return a sharded tensor at the position of the held tensor of the same key; empty tensors are left out."""
+        return {key: self._factory(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
-        Args:
-            tensors: Values by the keys of held tensors.
-            prefix: Prefix of the names in the checkpoint.
-        """
-        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
-
-    def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    def replicated_tensors(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for values that are the same on all ranks holding a part of their key's tensor."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -62,12 +52,10 @@ class Held:
             for key, number in numbers.items()
         }
 
-    def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
+    def range_tensors(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
         """Return sharded tensors for ranges that this replica alone holds; other replicas hold the rest.
 
-        Args:
-            ranges: By the key of a held tensor: a flat, non-empty range of its elements, and the offset of the range.
-            prefix: Prefix of the names in the checkpoint.
+        A range is flat, not empty, and of the held tensor of its key, with the offset in it.
         """
         found: dict[str, Any] = {}
         for key, (values, start) in ranges.items():
@@ -89,22 +77,22 @@ class Held:
         program = self._program
         return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
 
-    def _one(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
+    def _factory(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
         from megatron.core.dist_checkpointing import ShardedTensor
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
         shape, spec, copies = self.tensors[key].shape, self._spec(key), self._copies(key)
 
-        def taken_apart(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
+        def split(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
             data = tensor.detach()
             if spec is None:
                 return [ShardedTensor.from_rank_offsets(key, data.view(-1) if data.dim() == 0 else data, replica_id=copies)]
             return [*_parts(key, data, (0,) * data.dim(), spec.full_shape, spec, copies)]
 
-        def put_together(parts: list[torch.Tensor]) -> torch.Tensor:
+        def merge(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(shape)
 
-        return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
+        return ShardedTensorFactory(prefix + key, tensor, split, merge, copies)
 
 
 def _parts(
@@ -112,13 +100,8 @@ def _parts(
 ) -> Iterator[Any]:
     """Yield the pieces of a box that are contiguous in the full tensor, each with the number of earlier ranks that hold it.
 
-    Args:
-        key: Name of the tensor in the checkpoint.
-        data: Elements of the box.
-        offset: Offset of the box in this rank's shard.
-        shape: Full shape of the tensor.
-        spec: This rank's shard; None for the whole tensor.
-        copies: Number of earlier ranks along pp, tp and dp that hold the same data.
+    ``offset`` is that of the box in this rank's shard. ``copies`` are the numbers of earlier ranks along pp, tp and dp that
+    hold the same data.
     """
     if spec is None:
         yield _part(key, data, offset, shape, copies)

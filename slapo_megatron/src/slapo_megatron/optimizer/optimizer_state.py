@@ -16,8 +16,8 @@ from slapo_core import BuildError, gather_objects
 from slapo_training.optimizers import WholeTensorOptimizer
 
 from ..process_state._megatron_private import main_param, optimizer_range
-from .local_tensors import Held
-from .optimizer_wrappers import prepared
+from .local_tensors import LocalTensors
+from .optimizer_wrappers import initialize_state
 
 if TYPE_CHECKING:
     from ..engine import MegatronEngine
@@ -36,14 +36,9 @@ class _Part(NamedTuple):
 
 
 class OptimizerState:
-    """The state of an engine's optimizer by the names of parameters.
+    """The state of an engine's optimizer by the names of parameters."""
 
-    Args:
-        engine: An engine with an optimizer.
-        held: The tensors that this rank holds.
-    """
-
-    def __init__(self, engine: MegatronEngine, held: Held) -> None:
+    def __init__(self, engine: MegatronEngine, held: LocalTensors) -> None:
         self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
         self._outer, self._held, self._groups = engine.optimizer, held, engine.groups
         self._is_shared_out = engine.options.distributed_optimizer
@@ -69,12 +64,12 @@ class OptimizerState:
                     "optimizer, or target='torch'"
                 )
 
-    def kept(self) -> list[str]:
+    def state_names(self) -> list[str]:
         """Return the names of the parameters' states. Collective."""
         whole, single = self._names()
         return sorted([*whole, *single])
 
-    def check_alike(self) -> None:
+    def check_uniform(self) -> None:
         """Refuse a state that only some parameters have. Collective.
 
         Raises:
@@ -115,7 +110,7 @@ class OptimizerState:
         own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
         return {key: number for each in gather_objects(own, self._mesh) for key, number in each.items()}
 
-    def mains(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def main_params(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         """Iterate over the tensors that this rank's optimizer steps: key, values, and number of elements before them."""
         for key, (_, main, start, stop) in self._parts.items():
             if main is not None and start < stop:
@@ -125,26 +120,25 @@ class OptimizerState:
         """Return the optimizer's fp32 weights; empty unless the precision is bf16. Collective over the replicas."""
         return self._whole(MASTER) if self._has_masters else {}
 
-    def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+    def sharded_state(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
 
-        Args:
-            has_state: True if there is a state beside the weights.
-            is_loading: True to return new tensors to read into.
+        With ``has_state`` there is a state beside the weights; with ``is_loading`` the tensors are new ones to read into.
         """
         if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
-            prepared(self._inner)
+            initialize_state(self._inner)
         whole, single = self._names() if has_state else ([], [])
         state: dict[str, Any] = {}
         for name in [*whole, *([MASTER] if self._has_masters else [])]:
             prefix = f"optimizer.{name}."
             if is_loading:
-                state[name] = self._held.sharded(self._fresh(), prefix)
+                fresh = {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
+                state[name] = self._held.sharded_tensors(fresh, prefix)
             elif self._is_shared_out:
-                state[name] = self._held.shared_out(self._ranges(name), prefix)
+                state[name] = self._held.range_tensors(self._ranges(name), prefix)
             else:
-                state[name] = self._held.sharded(self._whole(name), prefix)
-        state |= {name: self._held.alike(self._single(name), f"optimizer.{name}.") for name in single}
+                state[name] = self._held.sharded_tensors(self._whole(name), prefix)
+        state |= {name: self._held.replicated_tensors(self._scalar_tensors(name), f"optimizer.{name}.") for name in single}
         return state, self._take
 
     def _names(self) -> tuple[list[str], list[str]]:
@@ -157,9 +151,6 @@ class OptimizerState:
         found = {each for names in gather_objects(sorted(own), self._mesh) for each in names}
         numbers = {name for name, is_single in found if is_single}  # any state of a 0-dim parameter is 0-dim
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
-
-    def _fresh(self) -> dict[str, torch.Tensor]:
-        return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
 
     def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
         """Return this rank's range of a state for each parameter, flat in fp32, and the offset of the range."""
@@ -183,7 +174,7 @@ class OptimizerState:
             whole[key] = values.view(parameter.shape)
         return whole
 
-    def _single(self, name: str) -> dict[str, torch.Tensor]:
+    def _scalar_tensors(self, name: str) -> dict[str, torch.Tensor]:
         parts = self._parts.values()
         own = [0.0 if part.main is None else float(self._inner.state[part.main][name]) for part in parts]
         numbers = torch.tensor(own, dtype=torch.float64, device=next((part.parameter.device for part in parts), None))

@@ -18,7 +18,6 @@ from ..process_state.process_groups import config_of
 
 
 def optimizer_config(options: MegatronOptions) -> Any:
-    """Return Megatron's ``OptimizerConfig``."""
     from megatron.core.optimizer import OptimizerConfig
 
     given = options.section("optimizer")
@@ -30,8 +29,7 @@ def optimizer_config(options: MegatronOptions) -> Any:
     return config_of(OptimizerConfig, {**given, **precision})
 
 
-def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
-    """Return Megatron's own optimizer for a configuration."""
+def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     from megatron.core.optimizer import get_megatron_optimizer
 
     made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
@@ -62,12 +60,10 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def initialize_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Initialize an optimizer's state by a step without effect, so that a state can be loaded; weights are unchanged.
 
-    Args:
-        optimizer: The optimizer; one that has a state is left unchanged.
-        config: Unused; Megatron passes it.
+    An optimizer that has a state is left unchanged. Megatron passes ``config``.
     """
     if optimizer.state:
         return

@@ -17,13 +17,7 @@ from ..process_state._megatron_private import gradient_buckets, main_grad
 
 
 class ReducedGradients(GradientAccess):
-    """Access to ``main_grad``, the reduced gradient.
-
-    Args:
-        program: The program; with the distributed optimizer its replicas shard the gradients.
-        options: Options of the engine.
-        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
-    """
+    """Access to ``main_grad``, the reduced gradient, which replicas shard with the distributed optimizer."""
 
     counts_unused = steps_all = True
 
@@ -45,10 +39,8 @@ class ReducedGradients(GradientAccess):
                 dist.all_gather_into_tensor(gradients, rows[self._replicas.rank()].clone(), group=self._replicas)
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient."""
         return main_grad(parameter) if parameter.requires_grad else None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Replace the reduced gradient."""
         assert gradient is not None
         main_grad(parameter).copy_(gradient)

@@ -93,7 +93,7 @@ def copy_main_params(outer: Any) -> None:
     outer._copy_main_params_to_model_params()
 
 
-def wrapped(
+def wrap_optimizer(
     optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any, init_state: Callable[..., None]
 ) -> Any:
     """Return an optimizer in the Megatron wrapper that its configuration asks for.
@@ -133,7 +133,6 @@ def wrapped(
 
 
 def has_fused_norms() -> bool:
-    """Return True if Transformer Engine or Apex is installed."""
     with without_warnings():
         from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
@@ -198,7 +197,6 @@ def format_writer() -> Callable[[Path], None]:
 
 
 def save_planner() -> Any:
-    """Return the planner of Megatron's format."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
     return MCoreSavePlanner(flatten_state_dict=False)

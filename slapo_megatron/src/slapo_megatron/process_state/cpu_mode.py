@@ -104,7 +104,7 @@ class _NoCuda(TorchFunctionMode):
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield owner, name and replacement: of CUDA's functions, and of Megatron's RNG functions that bypass them."""
 
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
+    def no_op(*args: Any, **kwargs: Any) -> None: ...
 
     def state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -117,8 +117,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
     of_cuda: dict[str, Callable[..., Any]] = {
         "current_device": lambda: _CPU,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "synchronize": no_op,
+        "empty_cache": no_op,
         "get_rng_state": state,
         "set_rng_state": put,
         "manual_seed": seed,
@@ -130,10 +130,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _for_megatron(original: Any, stand_in: Callable[..., Any]) -> Any:
-    def chosen(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         return (stand_in if _is_megatron(sys._getframe(1)) else original)(*args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 def _is_megatron(frame: Any) -> bool:

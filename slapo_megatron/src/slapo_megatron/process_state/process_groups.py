@@ -18,13 +18,9 @@ _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_para
 class ParallelState:
     """Megatron's process groups for a program: the ones that the user set up, or new ones. The constructor is collective.
 
-    Args:
-        program: The program; its mesh has all ranks, row-major over pp, dp, tp.
-        chunks: Number of stages on each rank.
-        timeout_minutes: Timeout of new groups.
+    The mesh has all ranks, row-major over pp, dp, tp. A rank has ``chunks`` stages.
 
     Attributes:
-        groups: Megatron's ``ProcessGroupCollection``.
         is_ours: True if an engine made the groups, not the user.
 
     Raises:

@@ -67,7 +67,7 @@ class Model(nn.Module):
         return x
 
 
-def _derived(model: nn.Module, *inputs: torch.Tensor) -> list[str]:
+def _derived_steps(model: nn.Module, *inputs: torch.Tensor) -> list[str]:
     before = copy.deepcopy(model)
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=inputs)
     sch.tensor_parallel()
@@ -78,7 +78,7 @@ def _derived(model: nn.Module, *inputs: torch.Tensor) -> list[str]:
 
 
 def _blocks(rank: int, how: str) -> list[str]:
-    return _derived(Model(how), torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Model(how), torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -128,7 +128,7 @@ class Unfit(nn.Module):
 
 
 def _unfit(rank: int, why: str) -> list[str]:
-    return _derived(Unfit(why), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Unfit(why), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.mark.sampled(3)
@@ -151,7 +151,7 @@ class Numbered(nn.Module):
 
 
 def _numbered(rank: int) -> list[str]:
-    return _derived(Numbered(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Numbered(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
 def test_layers_with_numbered_names_are_split_independently() -> None:
@@ -187,7 +187,7 @@ class Projected(nn.Module):
 
 
 def _projected(rank: int, how: str) -> list[str]:
-    return _derived(Projected(how), torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Projected(how), torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.mark.parametrize("how", ["tied head", "untied head", "tied layers"])
@@ -215,7 +215,7 @@ class Scaled(nn.Module):
 
 
 def _scaled(rank: int) -> list[str]:
-    return _derived(Scaled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Scaled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
 def test_an_attribute_that_scales_values_stays_whole() -> None:
@@ -238,7 +238,7 @@ class Filled(nn.Module):
 
 
 def _filled(rank: int) -> list[str]:
-    return _derived(Filled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Filled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
 def test_the_search_ends_if_a_filled_tensor_must_stay_whole() -> None:
@@ -282,7 +282,7 @@ class Whole(nn.Module):
 
 
 def _whole(rank: int) -> list[str]:
-    return _derived(Whole(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
+    return _derived_steps(Whole(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
 
 
 def test_a_module_without_a_rule_stays_whole() -> None:

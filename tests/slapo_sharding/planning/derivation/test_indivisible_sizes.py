@@ -74,7 +74,7 @@ class Twice(Model):
         return self.head(x * 2.0) + self.head(start)
 
 
-def _refused(rank: int, kind: str) -> str:
+def _refusal(rank: int, kind: str) -> str:
     model, batch = (Twice(), (token_ids(),)) if kind == "twice" else family("t5", num_heads=3)
     sch = create_schedule(model, plugins=Registry([slapo_tracing.plugin, slapo_training.plugin, plugin]), example_inputs=batch)
     with pytest.raises(ScheduleError) as caught:
@@ -104,6 +104,6 @@ def _refused(rank: int, kind: str) -> str:
     ],
 )
 def test_a_layer_with_an_input_split_along_the_sequence_is_named(kind, messages):
-    first, second = run_distributed(_refused, 2, kind)
+    first, second = run_distributed(_refusal, 2, kind)
     assert first == second
     assert all(message in first for message in messages)

@@ -165,7 +165,7 @@ class Below(nn.Module):
         return self.model(ids)  # type: ignore[no-any-return]
 
 
-def _trained(model: nn.Module, ids: torch.Tensor) -> None:
+def _train(model: nn.Module, ids: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(3):
         optimizer.zero_grad()
@@ -184,7 +184,7 @@ def _same(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]
     build(sch)
     assert_equivalent(before, model, ids)
     for each in (before, model):
-        _trained(each, ids)
+        _train(each, ids)
     torch.testing.assert_close(sch.full_state(), dict(before.state_dict()), atol=1e-5, rtol=1e-5)
     parts = {name.removeprefix("model.").rpartition(".")[0] for name, each in model.named_parameters() if is_sharded(each)}
     return parts, told

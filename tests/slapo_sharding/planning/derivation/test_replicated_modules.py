@@ -345,7 +345,7 @@ def test_layers_without_a_rule_are_named() -> None:
             assert [bool(re.fullmatch(expected, each)) for each in told] == [True], (name, told)
 
 
-def nothing(rank: int) -> str:
+def split_refusal(rank: int) -> str:
     model = nn.Sequential(nn.Embedding(64, D), nn.Sequential(Calls()))
     parameters = list(model.parameters())
     with pytest.raises(ScheduleError) as caught:
@@ -355,7 +355,7 @@ def nothing(rank: int) -> str:
 
 
 def test_an_error_without_any_split_names_a_remedy() -> None:
-    first, second = run_distributed(nothing, 2)
+    first, second = run_distributed(split_refusal, 2)
     assert first == second
     assert "nothing of the Sequential can be split: the forward of a Calls assigns to its attribute 'calls'" in first
     assert "layers are split in pairs, a column-parallel one whose sharded output reaches a row-parallel one" in first

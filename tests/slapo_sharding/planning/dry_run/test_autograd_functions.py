@@ -93,7 +93,7 @@ class TwoMlps(nn.Module):
         return x + self.plain(x)
 
 
-def compared(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, bool]:
+def compare_mlps(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, bool]:
     """Compare outputs and gradients; return for each MLP if it is split."""
     torch.manual_seed(0)
     expected = TwoMlps(function)
@@ -118,7 +118,7 @@ def compared(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, 
     [(Swish, True), (LearnedStep, True), (ClippedGradient, False), (ScaledByWidth, False), (SizedStep, False)],
 )
 def test_layers_around_a_function_are_split_if_its_backward_works_on_shards(function: type[Any], is_split: bool) -> None:
-    assert run_distributed(compared, 2, function) == [(is_split, True)] * 2
+    assert run_distributed(compare_mlps, 2, function) == [(is_split, True)] * 2
 
 
 class Gated(nn.Module):

@@ -95,7 +95,7 @@ def test_layers_of_a_backend_replace_those_this_step_splits():
     run_distributed(_replaced, 2)
 
 
-def _refused(rank: int) -> list[str]:
+def _refusals(rank: int) -> list[str]:
     said = []
     for backend in (picky, failing, other_weights):
         model = _mlp()
@@ -116,7 +116,7 @@ def test_a_backend_that_fails_or_has_no_layers_changes_nothing():
         "backend 'strange' failed on a Linear: ValueError: no such layer here",
         "backend 'strange' made a Linear that does not hold the parameters of the layer it is for",
     ]
-    assert run_distributed(_refused, 2) == [expected] * 2
+    assert run_distributed(_refusals, 2) == [expected] * 2
 
 
 @pytest.mark.parametrize(

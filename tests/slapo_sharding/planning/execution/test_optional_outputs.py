@@ -89,7 +89,7 @@ ASKED: list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]] = [
 ]
 
 
-def _refused(rank: int) -> list[tuple[str, str]]:
+def _refusals(rank: int) -> list[tuple[str, str]]:
     messages = []
     for kind, plan, inputs, asked in ASKED:
         model = _split(MODELS[kind](), inputs, **PLANS[plan])
@@ -104,7 +104,7 @@ def _refused(rank: int) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_shards_are_refused_by_name_and_in_tuples() -> None:
-    for pairs in run_distributed(_refused, 2, timeout=100):
+    for pairs in run_distributed(_refusals, 2, timeout=100):
         assert [(wanted, message) for wanted, message in pairs if wanted not in message] == []
 
 

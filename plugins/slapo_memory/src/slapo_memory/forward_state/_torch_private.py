@@ -25,12 +25,10 @@ def runs_eagerly() -> bool:
     return frames is not None and frames._stance.stance == "force_eager"
 
 
-def uncompiled(function: Any, inside: bool) -> None:
-    """Exclude a function from compilation without ``torch.compiler.disable``, whose import takes a second.
+def exclude_from_compilation(function: Any, inside: bool) -> None:
+    """Exclude a function, and its callees unless ``inside``, from compilation.
 
-    Args:
-        function: A Python function.
-        inside: Whether the functions that it calls are compiled.
+    ``torch.compiler.disable`` does this too, but its import takes a second.
     """
     function = inspect.unwrap(function)
     function._torchdynamo_disable = True  # where a caller is compiled

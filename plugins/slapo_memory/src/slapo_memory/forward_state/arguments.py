@@ -41,7 +41,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._structure = _copied((args, kwargs), self._take, {})
+        self._structure = _copy_containers((args, kwargs), self._take, {})
 
     def take_tensors(self) -> list[torch.Tensor]:
         """Return the tensors and drop them here: autograd saves them, or their offloaded copies, from now on."""
@@ -50,7 +50,7 @@ class Arguments:
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with these tensors, in new containers and objects."""
-        args, kwargs = _copied(self._structure, lambda slot: tensors[slot.index], {})
+        args, kwargs = _copy_containers(self._structure, lambda slot: tensors[slot.index], {})
         return args, kwargs
 
     def _take(self, tensor: torch.Tensor) -> _TensorSlot:
@@ -58,7 +58,7 @@ class Arguments:
         return _TensorSlot(len(self.tensors) - 1)
 
 
-def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def _copy_containers(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """Copy containers and plain objects, with ``leaf`` applied to tensors and slots; other values are shared."""
     if type(value) in ATOMS:
         return value
@@ -68,7 +68,7 @@ def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any
         memo[id(value)] = leaf(value)
         return memo[id(value)]
     if isinstance(value, tuple):
-        items = [_copied(item, leaf, memo) for item in value]
+        items = [_copy_containers(item, leaf, memo) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, (dict, list)) or _is_plain_object(value):
         return _copied_object(value, leaf, memo)
@@ -87,9 +87,9 @@ def _copied_object(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any])
     memo[id(value)] = new
     if isinstance(value, dict):
         for key, item in value.items():
-            dict.__setitem__(new, key, _copied(item, leaf, memo))
+            dict.__setitem__(new, key, _copy_containers(item, leaf, memo))
     elif isinstance(value, list):
-        list.__setitem__(new, slice(None), [_copied(item, leaf, memo) for item in value])
+        list.__setitem__(new, slice(None), [_copy_containers(item, leaf, memo) for item in value])
     for name, item in getattr(value, "__dict__", {}).items():
-        new.__dict__[name] = _copied(item, leaf, memo)
+        new.__dict__[name] = _copy_containers(item, leaf, memo)
     return new

@@ -40,7 +40,7 @@ class ForwardState:
         self._attributes: list[tuple[dict[str, Any], _Layout, tuple[Any, ...]]] = []
         self._empty: list[Any] = []  # buffers of modules without any
         self._containers: dict[int, _Container] = {}
-        self._places: list[_Place] = []  # after the forward: the containers to restore
+        self._places: list[_ContainerState] = []  # after the forward: the containers to restore
         self._tensors: dict[int, _TensorCopy] = {}
         found: dict[int, torch.Tensor] = {}
         for module in self._modules:
@@ -49,7 +49,7 @@ class ForwardState:
             values = layout.pick(live)
             self._attributes.append((live, layout, values))
             if not ATOMS.issuperset(map(type, values)):
-                self._look_into(values, found)
+                self._visit_values(values, found)
             if buffers := module._buffers:
                 self._visit(buffers, found)
             else:
@@ -64,18 +64,20 @@ class ForwardState:
         """Drop the state that did not change; call it after the forward."""
         with no_modes() if self._tensors or self._generators else nullcontext():
             self._drawn.keep_changed()
-            self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
+            self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.has_changed()}
         kept = self._tensors
-        places: list[_Place] = [place for place in self._containers.values() if place.changed() or place.holds(kept)]
+        places: list[_ContainerState] = [
+            place for place in self._containers.values() if place.has_changed() or place.holds(kept)
+        ]
         places += [_Container(live, type(live)()) for live in self._empty if live]
         for live, layout, values in self._attributes:
             if not layout.has(live, values) or (kept and not kept.keys().isdisjoint(map(id, values))):
-                places.append(_Attributes(live, layout, values))
+                places.append(_ModuleAttributes(live, layout, values))
         self._places = places
         self._attributes, self._empty, self._containers = [], [], {}
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_for_block(self) -> Iterator[None]:
         """Restore the state for the block; afterwards put back the state from before the block."""
         places = self._places
         pairs = zip(self._modules, self._modes, strict=True)
@@ -88,7 +90,7 @@ class ForwardState:
         for module, other in modes:  # the user may have called eval() before the backward
             module.training = not other
         try:
-            with self._drawn.restored():
+            with self._drawn.restore_for_block():
                 yield
         finally:
             for place, content in now:
@@ -99,9 +101,9 @@ class ForwardState:
     def _visit(self, live: Any, found: dict[int, torch.Tensor]) -> None:
         if id(live) not in self._containers:
             place = self._containers[id(live)] = _Container(live)
-            self._look_into(place.values, found)
+            self._visit_values(place.values, found)
 
-    def _look_into(self, values: Iterable[Any], found: dict[int, torch.Tensor]) -> None:
+    def _visit_values(self, values: Iterable[Any], found: dict[int, torch.Tensor]) -> None:
         """Visit the containers among values, and record the tensors and generators."""
         for value in values:
             kind = kind_of(type(value))
@@ -126,7 +128,7 @@ def _with_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [*found.values()]
 
 
-class _Place:
+class _ContainerState:
     """One container that a forward may change, with its content at the start.
 
     Attributes:
@@ -150,7 +152,7 @@ class _Place:
         raise NotImplementedError
 
 
-class _Container(_Place):
+class _Container(_ContainerState):
     """A list, dict, set or deque.
 
     Args:
@@ -177,7 +179,7 @@ class _Container(_Place):
         add = self.live.update if isinstance(self.live, set) else self.live.extend
         add([instead.get(id(value), value) for value in content])
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the content differs from the start."""
         live, start = self.live, self._start
         if len(live) != len(start):
@@ -192,7 +194,7 @@ class _Container(_Place):
         return bool(tensors) and not tensors.keys().isdisjoint(map(id, self.values))
 
 
-class _Attributes(_Place):
+class _ModuleAttributes(_ContainerState):
     """The ``__dict__`` of a module, without the names in ``_WRAPPERS_OWN``."""
 
     def __init__(self, live: dict[str, Any], layout: _Layout, values: tuple[Any, ...]) -> None:
@@ -220,9 +222,11 @@ class _Layout:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = tuple(name for name in names if name not in _WRAPPERS_OWN)
-        self.pick: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*self.names) if len(self.names) > 1 else self._few
+        self.pick: Callable[[dict[str, Any]], tuple[Any, ...]] = (
+            itemgetter(*self.names) if len(self.names) > 1 else self._pick_at_most_one
+        )
 
-    def _few(self, live: dict[str, Any]) -> tuple[Any, ...]:
+    def _pick_at_most_one(self, live: dict[str, Any]) -> tuple[Any, ...]:
         """Pick at most one value; of one name, itemgetter returns no tuple."""
         return (live[self.names[0]],) if self.names else ()
 
@@ -239,14 +243,15 @@ class _TensorCopy:
     """A tensor that a forward may write to in place, and its value at the start."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with (
-            no_functions() if type(tensor) is torch.Tensor else nullcontext()
-        ):  # it would turn tensor subclasses into plain tensors
+        # not for tensor subclasses, which it would turn into plain tensors
+        with no_functions() if type(tensor) is torch.Tensor else nullcontext():
             self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the tensor was or may have been written to."""
-        return version_of(self.tensor) != self.version or _is_statistic(self.tensor)
+        # batch norm's kernels write to means and variances without counting a version
+        may_be_statistic = self.tensor.dim() == 1 and self.tensor.is_floating_point()
+        return may_be_statistic or version_of(self.tensor) != self.version
 
 
 def _values(content: Any) -> Iterable[Any]:
@@ -256,8 +261,3 @@ def _values(content: Any) -> Iterable[Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the tensor's version counter; inference tensors have none, and a forward with gradients cannot write to them."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_statistic(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be a mean or a variance: batch norm's kernels write to these without counting a version."""
-    return tensor.dim() == 1 and tensor.is_floating_point()

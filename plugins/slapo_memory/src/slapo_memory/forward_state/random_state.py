@@ -33,11 +33,11 @@ class RandomState:
         """
         if self._device is None and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return False
-        devices = {tensor.device for tensor in tensors}
-        return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)
+        devices = {(tensor.device.type, tensor.device.index) for tensor in tensors}
+        return all(kind in ("cpu", "meta") or (kind, index) == ("cuda", self._device) for kind, index in devices)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_for_block(self) -> Iterator[None]:
         """Restore this state for the block; afterwards put back the state from before the block."""
         with self._on_device():
             now = RandomState()
@@ -65,10 +65,6 @@ def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def _is_cuda(device: torch.device, index: int | None) -> bool:
-    return device.type == "cuda" and device.index == index
-
-
 class GeneratorState:
     """The present state of generators other than the default ones.
 
@@ -85,7 +81,7 @@ class GeneratorState:
         self._start = [(generator, state) for generator, state in self._start if not _same(_read(generator), state)]
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_for_block(self) -> Iterator[None]:
         """Restore these states for the block; afterwards put back the states from before the block."""
         now = [(generator, _read(generator)) for generator, _ in self._start]
         _write(self._start)

@@ -41,7 +41,10 @@ class Kind(Enum):
 def _kind_of(cls: type) -> Kind:
     if cls in ATOMS:
         return Kind.ATOM
-    for base, kind in ((torch.Tensor, Kind.TENSOR), (nn.Module, Kind.MODULE), (_generator_classes(), Kind.GENERATOR)):
+    numpy = numpy_random()  # its generators have no instances before it is imported
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    generators = (torch.Generator, random.Random, *of_numpy)
+    for base, kind in ((torch.Tensor, Kind.TENSOR), (nn.Module, Kind.MODULE), (generators, Kind.GENERATOR)):
         if issubclass(cls, base):
             return kind
     if cls in CONTAINERS:
@@ -56,10 +59,3 @@ kind_of: Callable[[type], Kind] = lru_cache(maxsize=512)(_kind_of)
 def numpy_random() -> Any:
     """Return NumPy's random module, or None if NumPy was not imported: then nothing draws from it."""
     return getattr(sys.modules.get("numpy"), "random", None)
-
-
-def _generator_classes() -> tuple[type, ...]:
-    """Return the classes of generators; NumPy's have no instances before NumPy is imported."""
-    numpy = numpy_random()
-    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
-    return (torch.Generator, random.Random, *of_numpy)

@@ -172,7 +172,7 @@ class _Packer:
         self.known: dict[tuple[int, int], tuple[Any, weakref.ref[_CpuCopy]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        if not self._moves(tensor):
+        if not self._should_offload(tensor):
             return tensor
         key = storage_key(tensor), tensor._version
         copy = self.known[key][1]() if key in self.known else None
@@ -185,7 +185,7 @@ class _Packer:
             self.known[key] = weak_storage(storage), weakref.ref(copy)
         return _View(copy, tensor)
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
+    def _should_offload(self, tensor: torch.Tensor) -> bool:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         if not is_plain or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
             return False

@@ -17,7 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import forward_wrappers
 
-from ..forward_state._torch_private import has_function_mode, runs_eagerly, uncompiled
+from ..forward_state._torch_private import exclude_from_compilation, has_function_mode, runs_eagerly
 from ..forward_state.arguments import Arguments
 from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
@@ -59,9 +59,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     if torch.compiler.is_compiling():  # the compiler's recomputation restores random states itself
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     _check_arguments("", *args, *kwargs.values())
-    region = _RecomputedRegion(
-        function, args, kwargs, _stateful_objects((function, args, kwargs)), options.get("preserve_rng_state", True)
-    )
+    found = _stateful_objects((function, args, kwargs))
+    region = _RecomputedRegion(function, args, kwargs, found, options.get("preserve_rng_state", True))
     region.check = partial(_check_result, "", use_reentrant)
     options["preserve_rng_state"] = region.leaves_random_states_to_torch
     return torch_checkpoint.checkpoint(region, *region.arguments.take_tensors(), use_reentrant=use_reentrant, **options)
@@ -95,9 +94,8 @@ class CheckpointWrapper:
             region.compare = self._compare
             options["early_stop"] = False  # the comparison needs the result
         offloaded = find_offload(call)
-        with (
-            offloaded.offload_hooks(call) if offloaded is not None else nullcontext()
-        ):  # only the inputs are saved, so only they are offloaded
+        # only the inputs are saved, so only they are offloaded
+        with offloaded.offload_hooks(call) if offloaded is not None else nullcontext():
             return torch_checkpoint.checkpoint(region, *region.arguments.take_tensors(), use_reentrant=False, **options)
 
     def _compare(self, before: ResultSample, now: ResultSample) -> None:
@@ -135,12 +133,7 @@ class _RecomputedRegion:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: list[Any],
-        preserve_rng_state: bool = True,
+        self, function: Callable[..., Any], args: Any, kwargs: Any, found: list[Any], preserve_rng_state: bool = True
     ) -> None:
         modules = [each for each in found if isinstance(each, nn.Module)]
         self.function = function
@@ -166,8 +159,8 @@ class _RecomputedRegion:
             return result
         args, kwargs = self.arguments.rebuild(tensors)
         with (
-            self._random.restored() if self._random else nullcontext(),
-            self._state.restored(),
+            self._random.restore_for_block() if self._random else nullcontext(),
+            self._state.restore_for_block(),
             self._same_compile_mode(),
             offload_disabled(),
         ):
@@ -230,9 +223,8 @@ def _generators_in(*given: Any) -> list[Any]:
 def _stateful_objects(value: Any) -> list[Any]:
     """Return the modules and random generators that a call refers to: itself, its object, arguments and closures."""
     found: list[Any] = []
-    seen: dict[
-        int, Any
-    ] = {}  # keeps them: some are made on access, and another object could get the number of one that is gone
+    # keeps the objects: some are made on access, and another object could get the number of one that is gone
+    seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -265,7 +257,7 @@ def _referenced_objects(value: Any) -> list[Any]:
 
 
 # inside a compiled module the compiler would try these and warn; it skips what torch's checkpoint calls by itself
-uncompiled(CheckpointWrapper.__call__, inside=True)
+exclude_from_compilation(CheckpointWrapper.__call__, inside=True)
 for _ours in (
     _check_arguments,
     _RecomputedRegion.__init__,
@@ -277,4 +269,4 @@ for _ours in (
     find_offload,
     OffloadWrapper.offload_hooks,
 ):
-    uncompiled(_ours, inside=False)
+    exclude_from_compilation(_ours, inside=False)

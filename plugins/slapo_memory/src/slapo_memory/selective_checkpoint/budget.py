@@ -13,27 +13,21 @@ from .policies import CallPolicy
 
 _UNITS = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)} | {"kB": 1000}
-_UNITS |= {
-    change(unit): size for unit, size in _UNITS.items() for change in (str.upper, str.lower)
-}  # mixed case such as Mb means bits and is refused
+# mixed case such as Mb means bits and is refused
+_UNITS |= {change(unit): size for unit, size in _UNITS.items() for change in (str.upper, str.lower)}
 _SIZE_PATTERN = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
 def parse_budget(budget: Any) -> int | float:
-    """Return bytes as an int, or a share as a float.
-
-    Raises:
-        ValueError: the budget is neither.
-    """
+    """Return bytes as an int, or a share as a float; raise ``ValueError`` for anything else."""
     if isinstance(budget, str) and (match := _SIZE_PATTERN.fullmatch(budget)):
         return int(float(match[1]) * _UNITS[match[2]])
     if isinstance(budget, float) and 0 <= budget <= 1:
         return budget
     if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
         return budget
-    raise ValueError(
-        f"budget is {budget!r}; give bytes as 2147483648 or '2GiB', or a share from 0.0 to 1.0 of what can be kept"
-    )
+    advice = "give bytes as 2147483648 or '2GiB', or a share from 0.0 to 1.0 of what can be kept"
+    raise ValueError(f"budget is {budget!r}; {advice}")
 
 
 def call_policies(schedule: Schedule, chosen: list[Schedule], budget: int | float) -> list[CallPolicy]:

@@ -65,16 +65,11 @@ class CallCost:
 def measure_calls(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) -> list[CallCost | None]:
     """Return per module the call that saves most bytes, or None if the module is not called.
 
-    The model runs in train mode and is restored afterwards.
-
-    Args:
-        root: The model.
-        modules: Modules of the model.
-        example_inputs: Arguments of one call; see ``slapo_core.modules.forward_arguments.split_inputs``.
+    The model runs in train mode on the example inputs and is restored afterwards.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
     held = GeneratorState(each for module in root.modules() for each in generators_in(vars(module)))
-    with held.restored(), _tracked_random_states(), sandbox.open(grad=True):
+    with held.restore_for_block(), _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():
             module.training = True
@@ -93,7 +88,7 @@ def _tracked_random_states() -> Iterator[None]:
     """Provide a tracked random state in the block, and restore all of them afterwards."""
     tracker = get_cuda_rng_tracker()
     if tracker.get_states():
-        with RandomState().restored():
+        with RandomState().restore_for_block():
             yield
         return
     tracker.add(MODEL_PARALLEL_RNG, 0)
@@ -139,9 +134,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, own: set[int], inputs: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
-        self.formulas = FlopCounterMode(
-            display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops)
-        ).flop_registry
+        added = dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops)
+        self.formulas = FlopCounterMode(display=False, custom_mapping=added).flop_registry
         self.counts: dict[Any, int] = defaultdict(int)
         self.operators: list[tuple[Operator, set[int]]] = []
         self.ran = 0  # operators before the last saved tensor: a recomputation stops there
@@ -177,8 +171,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # ranks with other sizes may choose differently, and a collective that only some ranks repeat would hang
         if "c10d" not in func.namespace and has_own_storage(func, args, kwargs, output):
             places = {storage_key(tensor): _bytes(tensor) for tensor in tensors_in(output)}
-            cost = self._cost(func, args, kwargs, output)
-            if cost:
+            if cost := self._cost(func, args, kwargs, output):
                 self.operators.append((Operator(str(func), index, sum(places.values()), cost), set(places)))
         return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,22 +33,17 @@ Contexts = Callable[[], Any]
 
 
 def contexts_of(policy: Any) -> Contexts | None:
-    """Return the ``context_fn`` of a policy; None recomputes everything.
+    """Return the ``context_fn`` of a policy or of a budget's ``CallPolicy``; None recomputes everything.
 
-    Args:
-        policy: See ``CheckpointPrimitive``; or the ``CallPolicy`` of a budget.
-
-    Raises:
-        ValueError: the argument is not a policy.
+    Raises ``ValueError`` for others.
     """
     if policy is None:
         return None
-    if isinstance(policy, (CallPolicy, OperatorPolicy)):
-        return partial(contexts, policy.keeps)
     if policy == "matmuls":
-        return partial(contexts, MATMULS.keeps)
-    if (listed := OperatorPolicy.of(policy)) is not None:
-        return partial(contexts, listed.keeps)
+        policy = MATMULS
+    named = policy if isinstance(policy, (CallPolicy, OperatorPolicy)) else OperatorPolicy.of(policy)
+    if named is not None:
+        return partial(contexts, named.keeps)
     if callable(policy) and not isinstance(policy, nn.Module) and _is_policy_function(policy):
         return partial(contexts, partial(_is_saved, policy))
     raise ValueError(
@@ -61,9 +56,7 @@ def _is_policy_function(policy: Callable[..., Any]) -> bool:
     """Return whether a function takes the arguments of a policy function."""
     try:
         inspect.signature(policy).bind(None, None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in function without a signature is not a policy
+    except (TypeError, ValueError):  # ValueError: a built-in function without a signature
         return False
     return True
 
@@ -118,11 +111,4 @@ def _names(operator: Any) -> frozenset[str]:
     return frozenset({str(operator)} if isinstance(operator, torch._ops.OpOverload) else ())
 
 
-def _overloads() -> Iterator[Any]:
-    for name in MATMUL_OPERATORS:
-        packet = getattr(torch.ops.aten, name, None)  # some are new in torch
-        if packet is not None:
-            yield packet.default
-
-
-MATMULS = OperatorPolicy(frozenset(map(str, _overloads())))
+MATMULS = OperatorPolicy(frozenset(f"aten.{name}.default" for name in MATMUL_OPERATORS))

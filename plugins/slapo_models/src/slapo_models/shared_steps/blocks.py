@@ -18,10 +18,10 @@ def base_model(schedule: Schedule, config: Configuration, *lists: str) -> Schedu
     """
     wanted = " and ".join(map(repr, lists))
 
-    def holds(base: Schedule) -> bool:
+    def has_lists(base: Schedule) -> bool:
         return all(path in base and len(base[path].mod._modules) for path in lists)
 
-    found = [path for path, handle in schedule.named_schedules() if holds(handle)]
+    found = [path for path, handle in schedule.named_schedules() if has_lists(handle)]
     if config.prefix is not None:
         if config.prefix in found:
             return schedule[config.prefix] if config.prefix else schedule
@@ -61,7 +61,6 @@ def stage_end_blocks(schedule: Schedule, config: Configuration, *lists: Sequence
     """Return the blocks after which ``pipeline_cuts`` ends a stage.
 
     Args:
-        schedule: Of the model.
         config: ``pipeline_cuts`` are numbers of blocks where there is one list, and a list of them for each of several.
         *lists: The blocks by number; None where no stage can end.
 
@@ -74,10 +73,10 @@ def stage_end_blocks(schedule: Schedule, config: Configuration, *lists: Sequence
     if len(per_list) != len(lists) or not all(isinstance(cuts, Sequence) and not isinstance(cuts, str) for cuts in per_list):
         message = f"pipeline_cuts is {config.pipeline_cuts!r}; give {len(lists)} lists of numbers, one for each list of blocks"
         raise config.error(schedule, message)
-    return [block for cuts, blocks in zip(per_list, lists, strict=True) for block in _chosen(schedule, config, [*cuts], blocks)]
+    return [block for cuts, blocks in zip(per_list, lists, strict=True) for block in _select(schedule, config, [*cuts], blocks)]
 
 
-def _chosen(schedule: Schedule, config: Configuration, cuts: list[Any], blocks: Sequence[Schedule | None]) -> list[Schedule]:
+def _select(schedule: Schedule, config: Configuration, cuts: list[Any], blocks: Sequence[Schedule | None]) -> list[Schedule]:
     possible = [number for number, block in enumerate(blocks) if block is not None]
     found = []
     for cut in cuts:

@@ -57,11 +57,7 @@ class Configuration:
     def read(cls, schedule: Schedule, key: str, options: Mapping[str, Any], lacks: Mapping[str, str] = {}) -> Configuration:
         """Read the configuration of one schedule.
 
-        Args:
-            schedule: Schedule of the model.
-            key: Name of the schedule.
-            options: The given names and values.
-            lacks: Name that this schedule cannot serve, to the rest of a sentence: why, and what replaces it.
+        ``lacks`` maps a name that this schedule cannot serve to the rest of a sentence: why, and what replaces it.
 
         Raises:
             UnknownNameError: an unknown name.

@@ -26,14 +26,14 @@ def convert_precision(schedule: Schedule, config: Configuration) -> None:
     if schedule.journal.steps:
         message = f"{'fp16' if config.fp16 else 'bf16'} converts the model, and its schedule has steps already"
         raise config.error(schedule, f"{message}; convert the model before create_schedule")
-    for tensor in _floating(schedule.mod):
+    for tensor in _floating_point_tensors(schedule.mod):
         tensor.data = tensor.data.to(dtype)
 
 
 @contextmanager
 def restored_on_error(module: nn.Module) -> Iterator[None]:
     """Restore the data of parameters and buffers if the block fails."""
-    before = [(tensor, tensor.data) for tensor in _floating(module)]
+    before = [(tensor, tensor.data) for tensor in _floating_point_tensors(module)]
     try:
         yield
     except BaseException:
@@ -43,5 +43,5 @@ def restored_on_error(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _floating(module: nn.Module) -> list[torch.Tensor]:
+def _floating_point_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_floating_point()]

@@ -22,13 +22,9 @@ def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule
 def schedule_transformer(
     sch: Schedule, config: Configuration, recomputed: Iterable[Schedule], stage_ends: Iterable[Schedule]
 ) -> Schedule:
-    """Take the steps: kernels, tensor parallelism, recomputation, stages.
+    """Take the steps: kernels, tensor parallelism, recomputation, stages that end behind the given modules.
 
-    Args:
-        sch: Of the whole model, head included.
-        config: What is asked for.
-        recomputed: Blocks whose activations are recomputed.
-        stage_ends: Modules behind which a pipeline stage ends.
+    The schedule is that of the whole model, head included.
     """
     convert_precision(sch, config)
     use_kernels(sch, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -11,11 +11,7 @@ from slapo_tracing.nodes import function_name
 
 
 class AliasAnalysis:
-    """The memory that each node's value occupies, as recorded by the trace.
-
-    Args:
-        nodes: All nodes in the order in which they run.
-    """
+    """The memory that each node's value occupies, as recorded by the trace."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         order = list(nodes)
@@ -46,6 +42,18 @@ class AliasAnalysis:
     def memory_mutated_by(self, nodes: Iterable[fx.Node]) -> set[int]:
         """Return the numbers of the memory that any of these nodes changes."""
         return {memory for node in nodes for other in mutated_values(node) for memory in self._memory[other]}
+
+
+def with_sources(nodes: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return these nodes and all that they are computed from; ``sources`` gives the nodes to follow from one of them."""
+    found: set[fx.Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node not in found:
+            found.add(node)
+            work += sources(node)
+    return found
 
 
 def mutated_values(node: fx.Node) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from slapo_core import TraceError
 
-from .alias_analysis import AliasAnalysis, mutated_values
+from .alias_analysis import AliasAnalysis, mutated_values, with_sources
 
 
 def check_autograd_calls(
@@ -23,13 +23,6 @@ def check_autograd_calls(
 
     Autograd would not see that path, and the gradient would lack its share.
 
-    Args:
-        order: All nodes of the graph.
-        stages: Node to the stages that run it.
-        received: Per stage the values it receives.
-        aliases: Alias analysis of the graph.
-        root: The model.
-
     Raises:
         TraceError: there is such a path.
     """
@@ -37,7 +30,7 @@ def check_autograd_calls(
         if node.target is not torch.autograd.grad:
             continue
         outputs, inputs = (list(_argument(node, place, name)) for place, name in enumerate(("outputs", "inputs")))
-        before = _ancestors(outputs)
+        before = with_sources(outputs, lambda node: node.all_input_nodes)
         for source in inputs:
             between = _descendants(source, order, aliases, root)
             for stage in sorted(stages[node]):
@@ -81,14 +74,3 @@ def _other_uses_of_parameter(source: fx.Node, order: Sequence[fx.Node], root: nn
     holding = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
     uses = {"get_attr": names, "call_module": holding}
     return {node for node in order if str(node.target) in uses.get(node.op, ())} - {source}
-
-
-def _ancestors(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node not in found:
-            found.add(node)
-            work += node.all_input_nodes
-    return found

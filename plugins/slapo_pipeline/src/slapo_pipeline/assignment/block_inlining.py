@@ -8,7 +8,7 @@ stage computes those values itself, and the embedding becomes a tied parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -27,12 +27,7 @@ _MAX_SHARED_EMBEDDING_BYTES = 1 << 20
 
 
 class DividedGraph(NamedTuple):
-    """A flat graph and its assignment to stages.
-
-    Args:
-        traced: The graph.
-        assignment: The nodes and received values of each stage.
-    """
+    """A flat graph and its assignment to stages."""
 
     traced: TracedModule
     assignment: Assignment
@@ -48,13 +43,7 @@ class DividedGraph(NamedTuple):
 
 
 def divide_graph(root: nn.Module, traced: TracedModule, cuts: Sequence[str], inlined: Collection[str] = ()) -> DividedGraph:
-    """Divide a flat graph at the cuts.
-
-    Args:
-        root: The model.
-        traced: Its flat graph.
-        cuts: Paths of the modules that end a stage.
-        inlined: Paths of the blocks that are inlined in the graph.
+    """Divide a flat graph, in which some blocks may be inlined, at the cuts.
 
     Raises:
         ScheduleError: a cut leaves a stage with no node to run.
@@ -68,7 +57,8 @@ def with_inlined_blocks(
     root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], coarse: DividedGraph
 ) -> DividedGraph | None:
     """Return the division of the model with blocks inlined, or None if it sends no fewer bytes than ``coarse``."""
-    inlined = sorted(_inlinable_modules_like(root, _modules_with_several_crossing_values(coarse.assignment)))
+    kinds = {type(root.get_submodule(path)) for path in _modules_with_several_crossing_values(coarse.assignment)}
+    inlined = sorted(path for path, module in root.named_modules() if type(module) in kinds and _can_be_inlined(module))
     if not inlined:
         return None
     try:
@@ -92,12 +82,6 @@ def _source_module(node: fx.Node) -> str | None:
     while is_container_item(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return str(node.target) if node.op == "call_module" else None
-
-
-def _inlinable_modules_like(root: nn.Module, paths: Collection[str]) -> Iterator[str]:
-    """Yield the paths of all modules of the same classes that can be inlined."""
-    kinds = {type(root.get_submodule(path)) for path in paths}
-    return (path for path, module in root.named_modules() if type(module) in kinds and _can_be_inlined(module))
 
 
 def _can_be_inlined(module: nn.Module) -> bool:

@@ -11,15 +11,14 @@ All boundaries are cut at once: a value that exists behind one boundary exists b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch
 from torch import fx, nn
 
 from slapo_tracing.nodes import function_name
 
-from .alias_analysis import AliasAnalysis
+from .alias_analysis import AliasAnalysis, with_sources
 
 Value = fx.Node
 _Place = tuple[Value, int, str]
@@ -43,18 +42,6 @@ _TENSOR_SETTERS = frozenset("requires_grad_ retain_grad register_hook register_p
 """Calls that change a tensor other than in its values; a recomputed copy would lack the change."""
 
 
-class Crossing(NamedTuple):
-    """The values that are sent, and those that are recomputed.
-
-    Args:
-        received: Per stage the values it receives, none for the first.
-        runs: Per stage the movable values that it computes.
-    """
-
-    received: list[set[Value]]
-    runs: list[set[Value]]
-
-
 def recomputable_nodes(
     order: Sequence[Value],
     home: Mapping[Value, int],
@@ -70,10 +57,8 @@ def recomputable_nodes(
     only: the model rounds its gradient once, and copies would round their shares.
 
     Args:
-        order: All nodes.
         home: The stage that each node runs in by its position.
         batch_only: Nodes that every stage can run from the batch alone.
-        aliases: Alias analysis of the graph.
         root: The module that holds what the graph reads.
         tables: Paths of embeddings that several stages may hold, tied.
     """
@@ -86,7 +71,7 @@ def recomputable_nodes(
             and not any(
                 aliases.memory_of(other) & aliases.mutations.keys()
                 for other in (node, *inputs)
-                if not _is_remade_in_every_stage(other, batch_only)
+                if other not in batch_only or other.op == "get_attr"  # others are made anew, mutations too, in every stage
             )
             and all(
                 not _reads_state(other, root) and ("val" in other.meta or other in found or other in batch_only)
@@ -100,11 +85,6 @@ def recomputable_nodes(
         users = [user for user in node.users if user in used]
         used[node] = set().union(*({home[user]} if user in home and user not in found else used[user] for user in users))
     return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
-
-
-def _is_remade_in_every_stage(node: Value, batch_only: Set[Value]) -> bool:
-    """Return whether every stage computes the value itself, including all mutations of it."""
-    return node in batch_only and node.op != "get_attr"
 
 
 def _rounds_gradients(node: Value) -> bool:
@@ -133,22 +113,15 @@ def node_bytes(node: Value) -> int:
     return value.numel() * value.dtype.itemsize
 
 
-def minimum_crossing(
-    order: Sequence[Value], home: Mapping[Value, int], batch_only: Set[Value], recomputable: Set[Value], num_stages: int
-) -> Crossing:
-    """Choose the values that cross each boundary.
+class MinimumCrossing:
+    """Choice of the values that cross each boundary.
 
     Args:
-        order: All nodes.
         home: The stage that each node runs in by its position; nodes that only build a container have none.
         batch_only: Nodes that every stage can run from the batch alone.
         recomputable: Nodes that may run in later stages too.
-        num_stages: Number of stages of the pipeline.
     """
-    return _MinCut(order, home, batch_only, recomputable, num_stages).run()
 
-
-class _MinCut:
     def __init__(
         self,
         order: Sequence[Value],
@@ -167,12 +140,17 @@ class _MinCut:
         self.movable = {node for node in order if node not in batch_only and (node in recomputable or node not in home)}
         self.containers = {node for node in self.movable if node not in home}
         roots = [node for node in order if node not in batch_only and node not in self.movable]
-        self.used = self._with_sources(roots, lambda node: True)
+        self.used = with_sources(roots, self.inputs.__getitem__)
         self.fixed = [[node for node in roots if self.earliest_stage[node] == stage] for stage in range(num_stages)]
 
-    def run(self) -> Crossing:
-        needs = [self._needed_behind(stage) for stage in range(self.num_stages - 1)]
-        wanted = [self._with_sources(need, self.movable.__contains__) for need in needs]
+    def run(self) -> tuple[list[set[Value]], list[set[Value]]]:
+        """Return per stage the values that it receives, none for the first, and the movable values that it computes."""
+        later = [[node for node in self.used if self.earliest_stage[node] > stage] for stage in range(self.num_stages - 1)]
+        needs = [
+            {other for node in users for other in self.inputs[node] if self.earliest_stage[other] <= stage}
+            for stage, users in enumerate(later)
+        ]
+        wanted = [with_sources(need, lambda node: self.inputs[node] if node in self.movable else ()) for need in needs]
         made = self._made_behind(needs, wanted)
         received: list[set[Value]] = [set() for _ in range(self.num_stages)]
         runs: list[set[Value]] = [set() for _ in range(self.num_stages)]
@@ -187,23 +165,7 @@ class _MinCut:
                     runs[stage].add(node)
                 elif not here:
                     received[stage].add(node)
-        return Crossing(received, runs)
-
-    def _with_sources(self, nodes: Iterable[Value], through: Callable[[Value], bool]) -> set[Value]:
-        """Return these nodes and their sources, followed through nodes for which ``through`` is true."""
-        found: set[Value] = set()
-        work = list(nodes)
-        while work:
-            node = work.pop()
-            if node not in found:
-                found.add(node)
-                work += self.inputs[node] if through(node) else ()
-        return found
-
-    def _needed_behind(self, stage: int) -> set[Value]:
-        """Return the values that are computed up to this stage and used in later ones."""
-        users = (node for node in self.used if self.earliest_stage[node] > stage)
-        return {other for node in users for other in self.inputs[node] if self.earliest_stage[other] <= stage}
+        return received, runs
 
     def _made_behind(self, needs: list[set[Value]], wanted: list[set[Value]]) -> list[set[Value]]:
         """Return per boundary the values that are recomputed behind it rather than received."""

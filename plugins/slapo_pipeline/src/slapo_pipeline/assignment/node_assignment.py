@@ -2,7 +2,7 @@
 
 A node runs in the stage that its position in the order of execution gives it, with three exceptions. Items of a module's
 result belong to the stage of that module. Nodes that need the batch alone and no parameter (masks, positions, rotary tables)
-run in every stage that uses them. Cheap nodes run again behind a boundary if fewer bytes cross then (``minimum_crossing``).
+run in every stage that uses them. Cheap nodes run again behind a boundary if fewer bytes cross then (``min_cut``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,14 @@ from slapo_tracing.nodes import expect, function_name, is_mode_node
 
 from .alias_analysis import AliasAnalysis, is_container_item, mutated_values
 from .autograd_calls import check_autograd_calls
-from .min_cut import minimum_crossing, recomputable_nodes
+from .min_cut import MinimumCrossing, recomputable_nodes
 
 _EXPENSIVE_FUNCTIONS = ("conv", "fft", "stft", "attention")
 """Substrings of the names of functions whose result is cheaper to send than to recompute."""
 
 
 class Assignment(NamedTuple):
-    """The nodes that each stage of a flat graph runs, and the values that it receives.
-
-    Args:
-        nodes: Per stage the nodes it runs, in order.
-        received: Per stage the nodes whose values it receives, in order; none for the first.
-        aliases: Alias analysis of the graph.
-    """
+    """The nodes that each stage of a flat graph runs, and the values that it receives (none in the first), in order."""
 
     nodes: list[list[fx.Node]]
     received: list[list[fx.Node]]
@@ -72,12 +66,13 @@ class Assigner:
         while not self._find_home_stages():
             pass  # each pass that is not the last adds memory with a single owner
         recomputable = recomputable_nodes(self.order, self.home_stage, self.batch_only, self.aliases, self.root, self.tables)
-        crossing = minimum_crossing(self.order, self.home_stage, self.batch_only, recomputable, self.num_stages)
-        stages = self._stages(recomputable, crossing.runs)
+        crossing = MinimumCrossing(self.order, self.home_stage, self.batch_only, recomputable, self.num_stages)
+        sets, runs = crossing.run()
+        stages = self._stages(recomputable, runs)
         self._check_objects(stages)
-        received = [[node for node in self.home_stage if node in values] for values in crossing.received]
+        received = [[node for node in self.home_stage if node in values] for values in sets]
         self._check_received_aliases(received)
-        check_autograd_calls(self.order, stages, crossing.received, self.aliases, self.root)
+        check_autograd_calls(self.order, stages, sets, self.aliases, self.root)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
         return Assignment(nodes, received, self.aliases)
 
@@ -194,8 +189,8 @@ class Assigner:
             ):
                 continue
             used = {stage for user in node.users if user in stages and not is_container_item(user) for stage in stages[user]}
-            crosses = bool(used - stages[node]) if node in self.home_stage else len(used) > 1 and _is_mutable_object(node)
-            if crosses:
+            is_mutable = _template(node) is not None and not _is_container(node)
+            if used - stages[node] if node in self.home_stage else len(used) > 1 and is_mutable:
                 kind = _type_name(node)
                 cache = "set use_cache=False in the model's config, or give it in example_inputs and every batch"
                 remedy = cache if "Cache" in kind else "cut where it is not in use"
@@ -228,10 +223,6 @@ def _is_container(node: fx.Node) -> bool:
     """Return whether the node only builds a container that nothing changes, so that every stage can build its own."""
     value = _template(node)
     return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(mutated_values, node.users))
-
-
-def _is_mutable_object(node: fx.Node) -> bool:
-    return _template(node) is not None and not _is_container(node)
 
 
 def _type_name(node: fx.Node) -> str:

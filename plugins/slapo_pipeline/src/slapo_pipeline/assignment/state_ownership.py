@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import fx, nn
 
@@ -13,11 +13,7 @@ from .node_assignment import Assignment
 
 
 class StateOwnership:
-    """The stages that change and that use each buffer and parameter, over all programs of one model.
-
-    Args:
-        root: The model.
-    """
+    """The stages that change and that use each buffer and parameter, over all programs of one model."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -27,11 +23,7 @@ class StateOwnership:
         self._held: list[set[str]] = []
 
     def check_weight_owners(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
-        """Record the weights that each stage of the first program holds; refuse a later program that needs others.
-
-        Args:
-            used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
-            keep: Per stage the paths that it holds.
+        """Record the weights that each stage of the first program holds (``keep``); refuse a later program that needs others.
 
         Raises:
             TraceError: a stage uses a weight that another stage holds.
@@ -51,9 +43,8 @@ class StateOwnership:
                 )
 
     def _weights_in(self, paths: set[str]) -> set[str]:
-        return {
-            name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _outer_paths(place)))
-        }
+        around = {place: {place[:end] for end, letter in enumerate(f"{place}.") if letter == "."} for place in self._weights}
+        return {name for place, name in self._weights.items() if not paths.isdisjoint(around[place])}
 
     def check(self, assignment: Assignment) -> None:
         """Record the stages that use and change each tensor in one more program.
@@ -65,7 +56,7 @@ class StateOwnership:
         changed, used = copy.deepcopy((self._changed, self._used))
         for stage, nodes in enumerate(assignment.nodes):
             for node in nodes:
-                for name in self._touched(node, names):
+                for name in self._accessed_state(node, names):
                     used.setdefault(name, set()).add(stage)
                 for name in self._written(node, assignment, names):
                     changed.setdefault(name, set()).add(stage)
@@ -83,7 +74,7 @@ class StateOwnership:
         named = [*root.named_buffers(), *root.named_parameters()]
         return {id(tensor): name for name, tensor in named}
 
-    def _touched(self, node: fx.Node, names: dict[int, str]) -> set[str]:
+    def _accessed_state(self, node: fx.Node, names: dict[int, str]) -> set[str]:
         if node.op == "get_attr":
             name = self._name(str(node.target), names)
             return {name} if name in names.values() else set()
@@ -100,13 +91,8 @@ class StateOwnership:
     def _written(self, node: fx.Node, assignment: Assignment, names: dict[int, str]) -> set[str]:
         touched = assignment.aliases.memory_mutated_by([node])
         reads = [read for read in assignment.aliases.reads if touched & assignment.aliases.memory_of(read)]
-        written = {name for read in reads for name in self._touched(read, names)}
+        written = {name for read in reads for name in self._accessed_state(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
-
-
-def _outer_paths(place: str) -> Iterator[str]:
-    """Return the paths of the modules around a parameter."""
-    return (place[:end] for end, letter in enumerate(place) if letter == ".")
 
 
 def _stages(numbers: set[int]) -> str:

@@ -23,8 +23,6 @@ class Units:
     """A model as a sequence of units: the nodes from the end of one module to the end of the next.
 
     Args:
-        root: The model.
-        inputs: Its arguments by name; no tensor appears twice.
         whole: Paths of the modules that are one node each; the modules around them are inlined.
         ends: Paths of the modules that end a unit, at any depth; default: all of ``whole`` that run.
         all_end: Whether an entry of ``ends`` with nothing after it is an error; else it is left out.
@@ -49,7 +47,7 @@ class Units:
         if ends is None:
             found = self._last_runs()
         else:
-            final = [] if all_end else self._finals()
+            final = [] if all_end else self._final_paths()
             found = cut_positions(root, self.flat.graph, [path for path in ends if path not in final])
         self.paths = [path for _, path in found]
         """Path of the module that ends each unit but the last."""
@@ -67,11 +65,10 @@ class Units:
         return bisect_left(self.positions, position)
 
     def calls(self) -> list[tuple[int, str]]:
-        """Return unit and path of each call of a module, in order."""
         nodes = enumerate(self.nodes)
         return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
 
-    def crossing(self) -> list[int | None]:
+    def crossing_bytes(self) -> list[int | None]:
         """Return the bytes that cross the end of each unit but the last; None where no stage can end."""
         cuts = range(1, len(self))
         try:
@@ -91,12 +88,12 @@ class Units:
         Raises:
             TraceError: the stages between them cannot run.
         """
-        return _crossing(self._at(cuts))
+        return _sent_bytes(self._divide_at(cuts))
 
     def sent_at(self, cuts: Sequence[int]) -> list[int]:
         """Return the bytes that cross these cuts in the built stages, which may have blocks inlined to send fewer."""
-        coarse = self._at(cuts)
-        return _crossing(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
+        coarse = self._divide_at(cuts)
+        return _sent_bytes(with_inlined_blocks(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
 
     def refusal(self, cuts: Sequence[int]) -> TraceError | None:
         """Return the error of the stages between these cuts, or None if they can run."""
@@ -106,7 +103,7 @@ class Units:
             return err
         return None
 
-    def _at(self, cuts: Sequence[int]) -> DividedGraph:
+    def _divide_at(self, cuts: Sequence[int]) -> DividedGraph:
         assignment = Assigner(self.flat.graph, self.root, [self.positions[cut - 1] for cut in cuts]).run()
         StateOwnership(self.root).check(assignment)
         return DividedGraph(self.flat, assignment)
@@ -118,7 +115,7 @@ class Units:
         end = max(calls.values(), default=0)
         return sorted((index, path) for path, index in calls.items() if path in known and index < end)
 
-    def _finals(self) -> list[str]:
+    def _final_paths(self) -> list[str]:
         """Return the paths of the module that runs last and of the modules around it."""
         calls = self._last_calls()
         last = max(calls, key=calls.__getitem__, default="")
@@ -175,5 +172,5 @@ def _is_divided(module: nn.Module) -> bool:
     return any(_is_divided(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
-def _crossing(flat: DividedGraph) -> list[int]:
+def _sent_bytes(flat: DividedGraph) -> list[int]:
     return [sum(map(node_bytes, received)) for received in flat.assignment.received[1:]]

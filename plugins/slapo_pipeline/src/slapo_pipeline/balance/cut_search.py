@@ -35,10 +35,7 @@ def given_cuts(
     """Return the stages that end after given modules, and the trace they were found in.
 
     Args:
-        root: The model.
-        inputs: A batch, by name.
         ends: Paths of the modules, in any order.
-        balance: The cost to show of each stage; see ``Costs``.
         microbatches: Micro-batches per batch; default: the number of stages.
         all_end: Whether a module with nothing after it is an error; else it ends the last stage.
 
@@ -61,22 +58,16 @@ def search_cuts(
     microbatches: int | None,
     leaves: Collection[str] = (),
 ) -> tuple[StageTable, CachedTrace]:
-    """Return the stages whose largest cost is least, and the trace they were found in.
+    """Return the stages whose largest cost (see ``Costs``) is least, and the trace they were found in.
 
-    Args:
-        root: The model.
-        inputs: A batch, by name.
-        stages: Number of stages.
-        balance: The cost to balance; see ``Costs``.
-        microbatches: Micro-batches per batch; default: the number of stages.
-        leaves: Paths of modules that no stage ends in.
+    No stage ends in one of the ``leaves``. There are as many micro-batches as stages by default.
 
     Raises:
         ScheduleError: the model has too few places where a stage can end.
         TraceError: the model cannot be traced, or the partitioner refuses all choices of cuts.
     """
     search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
-    level, choice = search.coarse()
+    level, choice = search.search_blocks()
     while (whole := _split_largest_stage(level, choice)) != level.units.whole:
         try:
             finer = search.level(whole)
@@ -111,7 +102,7 @@ class _Search:
         """Return the level at which these blocks are whole."""
         return _Level(self, Units(self.root, self.inputs, whole))
 
-    def coarse(self) -> tuple[_Level, CutChoice]:
+    def search_blocks(self) -> tuple[_Level, CutChoice]:
         """Return the best cuts between blocks; blocks are divided only while there are too few places."""
         level = self.level(blocks(self.root, self.leaves))
         self.widest = _largest_crossing(level)
@@ -136,7 +127,7 @@ class _Level:
 
     def __init__(self, search: _Search, units: Units) -> None:
         self.search, self.units = search, units
-        self.crossing = units.crossing()
+        self.crossing = units.crossing_bytes()
         self.sent = [size or 0 for size in self.crossing]
         self.refused = [cut for cut, size in enumerate(self.crossing, 1) if size is None]
 
@@ -148,12 +139,10 @@ class _Level:
 
     @property
     def num_places(self) -> int:
-        """Number of cuts to choose from."""
         return len(self.crossing) - len(self.refused) - len(self.wide)
 
     @cached_property
     def costs(self) -> Costs:
-        """Return the costs of the units."""
         return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
 
     def best(self) -> CutChoice:

@@ -22,9 +22,7 @@ It does not fall with more units, nor rise for the same units in a later stage.
 class SharedAmounts:
     """Sums over contiguous units in which a shared item, such as a tied parameter, counts once.
 
-    Args:
-        num_units: Number of units.
-        uses: Unit, key of the item and amount, ascending by unit.
+    ``uses`` has unit, key of the item and amount, ascending by unit.
     """
 
     def __init__(self, num_units: int, uses: Iterable[tuple[int, Hashable, int]]) -> None:
@@ -53,7 +51,6 @@ class CutChoice(NamedTuple):
         largest: Cost of the most expensive stage.
         crossing: Bytes that cross all cuts.
         unevenness: Sum of the squares of the costs, which is least if all are equal.
-        cuts: Ascending.
     """
 
     largest: int
@@ -66,10 +63,7 @@ def best_cuts(cost: Cost, crossing: Sequence[int], stages: int, without: Collect
     """Return the best ``stages - 1`` cuts, or None if there are too few places.
 
     Args:
-        cost: Cost of a stage.
         crossing: Bytes that cross cut 1, cut 2 and so on, one entry fewer than units.
-        stages: Number of stages, at least one.
-        without: Cuts that are excluded.
     """
     size = len(crossing) + 1
     ends = [0, *(cut for cut in range(1, size) if cut not in without), size]

@@ -34,14 +34,7 @@ Use = tuple[int, Hashable, int]
 
 
 class Costs:
-    """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage.
-
-    Args:
-        units: Units of the model.
-        balance: One of ``BALANCES``.
-        stages: Number of stages.
-        microbatches: Micro-batches per batch.
-    """
+    """Costs of the units; ``costs(stage, begin, end)`` is the balanced cost of a stage."""
 
     def __init__(self, units: Units, balance: str, stages: int, microbatches: int) -> None:
         size = len(units)
@@ -52,7 +45,8 @@ class Costs:
         self.parameters = SharedAmounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
         self.bytes = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
         self.flops = self.saved = self._states = SharedAmounts(size, ())
-        self._owned = SharedAmounts(size, [(unit, key, p.nbytes) for unit, key, p in _first_uses(uses)])
+        first_uses = {key: (unit, key, p.nbytes) for unit, key, p in reversed(uses)}
+        self._owned = SharedAmounts(size, [*first_uses.values()][::-1])
         if balance == "memory":
             self._states = SharedAmounts(
                 size, [(unit, key, p.nbytes * (TENSORS_PER_PARAMETER if p.requires_grad else 1)) for unit, key, p in uses]
@@ -72,7 +66,6 @@ class Costs:
 
 
 def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
-    """Return unit, key and parameter of every use, in order."""
     places = {node: index for index, node in enumerate(units.nodes)}
     tables = {path: module._parameters for path, module in units.root.named_modules(remove_duplicate=False)}
     found: list[tuple[int, int, nn.Parameter]] = []
@@ -86,10 +79,6 @@ def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
             for user in node.users if parameter is not None else ():
                 found.append((units.unit_of(places[user]), id(parameter), parameter))
     return sorted(found, key=lambda use: use[0])
-
-
-def _first_uses(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
-    return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
@@ -152,7 +141,6 @@ class _FlopsMeter(_Meter):
     """Meter of FLOPs."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return a FLOP counter."""
         self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops))
         return self.counter
 
@@ -168,7 +156,6 @@ class _SavedBytesMeter(_Meter):
     """Meter of bytes saved for the backward, without parameters and buffers."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return a context manager that sees the tensors autograd saves."""
         self.kept: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self.state = {self._key(tensor) for tensor in [*self.units.root.parameters(), *self.units.root.buffers()]}
         return saved_tensors_hooks(self._save, lambda tensor: tensor)

@@ -52,14 +52,9 @@ class Traffic:
 
 
 def boundary_bytes(program: Program) -> Traffic:
-    """Return the bytes that one micro-batch sends over each boundary, forward and backward.
-
-    Args:
-        program: The program; the bytes are those of the input shapes it was made for.
-    """
+    """Return the bytes that one micro-batch of the program's input shapes sends over each boundary, forward and backward."""
     return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
 
 
 def value_bytes(value: Boundary) -> int:
-    """Return the bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,19 +15,15 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 class InlinedModules:
     """The hooks, wrappers, modules and tensors of a model at the time it was cut.
 
-    Args:
-        root: The model.
-        paths: Paths of the inlined modules; the modules around them are inlined, too.
-        used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
-        stages: The modules of the stages.
+    The modules around the inlined ``paths`` are inlined, too.
     """
 
     def __init__(
         self, root: nn.Module, paths: Iterable[str], used: Sequence[Collection[str]], stages: Sequence[nn.Module]
     ) -> None:
-        self._wrapping = {
-            path: _wrapping(_module_at(root, path)) for path in {part for path in paths for part in _path_prefixes(path)}
-        }
+        inlined = [tuple(path.split(".")) if path else () for path in paths]
+        around = {path[:depth] for path in inlined for depth in range(len(path) + 1)}
+        self._wrapping = {path: _forward_and_hooks(_module_at(root, path)) for path in around}
         self._used: list[tuple[nn.Module, dict[_Path, list[str]]]] = []
         for names, stage in zip(used, stages, strict=True):
             self._used.append((stage, {}))
@@ -40,7 +36,7 @@ class InlinedModules:
 
     def wrapping_changed(self, root: nn.Module) -> bool:
         """Return whether an inlined module gained or lost a hook or wrapper."""
-        return any(_wrapping(_module_at(root, path)) != before for path, before in self._wrapping.items())
+        return any(_forward_and_hooks(_module_at(root, path)) != before for path, before in self._wrapping.items())
 
     def has_replaced_members(self, root: nn.Module) -> bool:
         """Return whether a module, parameter or buffer of the model is no longer the one a stage has.
@@ -56,11 +52,6 @@ class InlinedModules:
         )
 
 
-def _path_prefixes(path: str) -> Iterator[_Path]:
-    names = tuple(path.split(".")) if path else ()
-    return (names[:depth] for depth in range(len(names) + 1))
-
-
 def _module_at(root: nn.Module, path: _Path) -> nn.Module | None:
     module: nn.Module | None = root
     for name in path:
@@ -73,6 +64,6 @@ def _member(module: nn.Module | None, name: str) -> Any:
     return next((state[table][name] for table in _TABLES if name in state.get(table, ())), None)
 
 
-def _wrapping(module: nn.Module | None) -> Any:
+def _forward_and_hooks(module: nn.Module | None) -> Any:
     state = vars(module) if module is not None else {}
     return state.get("forward"), [list(state.get(table, ())) for table in _HOOKS]

@@ -10,12 +10,9 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
-    """Return a copy of the module tree with only the members in ``keep``.
+    """Return a copy of the module tree at ``path`` with only the members whose paths from the top are in ``keep``.
 
-    Args:
-        module: The module at ``path``.
-        keep: Paths of modules, parameters and buffers from the top. These are not copied; the modules above them are.
-        path: Path of the module; ``""`` at the top.
+    These are not copied; the modules above them are.
     """
     prefix = f"{path}." if path else ""
     copied = object.__new__(type(module))
@@ -32,14 +29,12 @@ def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
 
 
 def assign_modules(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
-    """Return the members that each stage holds: those it uses, and unused ones that follow these in the model.
+    """Return the paths that each stage holds, for ``prune_tree``: members that it uses, and unused ones that follow these.
+
+    Together they cover the model.
 
     Args:
-        root: The model.
         used: Per stage the paths of the modules, parameters and buffers that it calls or reads.
-
-    Returns:
-        Per stage the paths that ``prune_tree`` keeps; together they cover the model.
     """
     divided = [set(paths) for paths in used]
     parents = {".".join(path.split(".")[:depth]) for paths in used for path in paths for depth in range(path.count(".") + 1)}

@@ -40,7 +40,6 @@ class PartitionedModule(fx.GraphModule):
     The module is called as the model is. Inputs of other shapes, or the other mode, have the model cut anew at the same places.
 
     Args:
-        program: The stages.
         name: Function from the index of a stage to the name of its child.
     """
 
@@ -143,13 +142,7 @@ def _name_and_source(node: fx.Node) -> tuple[str, fx.Node]:
 class _StageCall(NamedTuple):
     """A stage without the values that it only passes on.
 
-    Args:
-        stage: Index of the stage.
-        module: Module of the stage.
-        reads: Names of the received values that it reads.
-        batch: Names of the model's arguments that it reads.
-        gives: Names of the values in its result; None if the result is the model's.
-        is_tuple: Whether the result is a tuple of these values.
+    ``gives`` are the names of the values in its result, a tuple or one value; None if the result is the model's.
     """
 
     stage: int
@@ -177,7 +170,7 @@ def _stage_call(stage: Stage, sent: list[str] | None) -> _StageCall:
     inputs = dict(zip(received, module.graph.find_nodes(op="placeholder"), strict=False))
     reads = [name for name in received if is_used(inputs[name], is_last=sent is None)]
     gives = None if sent is None else [name for name in sent if name not in received]
-    graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
+    graph = _drop_passed_values(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
     made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
     made.__dict__.update({name: module.__dict__[name] for name in HOOK_ATTRIBUTES})
@@ -192,7 +185,7 @@ def is_used(node: fx.Node, is_last: bool) -> bool:
     return any(is_used(user, is_last) if user.target is with_strides else is_last or user.op != "output" for user in node.users)
 
 
-def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
+def _drop_passed_values(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
     """Copy a stage's graph without the values that it only passes on."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     result: Any = copied.graph_copy(graph, copies)

@@ -40,7 +40,7 @@ from .inlined_modules import InlinedModules
 from .module_tree import assign_modules
 from .stage_module import batch_argument_names, stage_module
 from .symbolic_stages import symbolic_assignment, symbolic_stage
-from .tie_groups import tie_groups
+from .tied_parameters import tie_groups
 from .value_guard import ValueGuard
 
 CACHED_TRACE = "slapo_pipeline.tracing.trace_cache"
@@ -91,9 +91,6 @@ class Partitioner:
     """Divider of one model at fixed cuts, for inputs of any shape.
 
     Args:
-        root: The model.
-        cuts: Paths of the modules that end a stage.
-        mesh: Device mesh, or None in one process.
         kept: Trace of the model from the search for cuts.
     """
 
@@ -117,11 +114,11 @@ class Partitioner:
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
         with _training_mode(self.root, training):
             plans = self._programs.setdefault(key, [])
-            plan = next((plan for plan in plans if plan.value_guard.admits(inputs)), None)
+            plan = next((plan for plan in plans if plan.value_guard.accepts(inputs)), None)
             if plan is not None and plan.inlined.wrapping_changed(self.root):
                 check_cuts(self.root, self.cuts)
                 plans.clear()
-            elif plan is not None and (plan.attributes.changed(self.root) or plan.inlined.has_replaced_members(self.root)):
+            elif plan is not None and (plan.attributes.find_change(self.root) or plan.inlined.has_replaced_members(self.root)):
                 plans.clear()
             if plan is None or plan not in plans:
                 plan = self._cut(unshared_tensors(inputs))

@@ -23,11 +23,7 @@ class StageGuard:
     """Inputs, mode and attributes that a stage was traced for.
 
     Args:
-        index: Index of the stage.
         received: Name, shape and dtype of the values that it receives, in order.
-        batch: Fingerprint of each argument that it reads from the batch.
-        training: Mode of the model.
-        autocast: Autocast state of the trace.
         device: Device of the tensors; the stage runs on the device of its inputs.
         attributes: Attributes that the forward read from inlined modules.
     """
@@ -63,16 +59,7 @@ class StageGuard:
 def stage_module(
     flat: TracedModule, root: nn.Module, assignment: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
 ) -> TracedModule:
-    """Return the module of stage ``index``.
-
-    Args:
-        flat: The traced model.
-        root: The model.
-        assignment: Assignment of the graph's nodes to stages.
-        index: Index of the stage.
-        keep: Paths of the modules, parameters and buffers that it holds.
-        inputs: The model's arguments of the trace.
-    """
+    """Return the module of stage ``index``, which holds the modules, parameters and buffers of the paths ``keep``."""
     names = _unique_names(assignment.received[index], batch_argument_names(assignment.nodes[index]))
     graph, batch = stage_graph(assignment, index, names)
     traced = guard_of(flat)
@@ -133,5 +120,4 @@ def with_strides(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tenso
 
 
 def batch_argument_names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Return the names of the model's arguments among these nodes."""
     return tuple(str(node.target) for node in nodes if node.op == "placeholder")

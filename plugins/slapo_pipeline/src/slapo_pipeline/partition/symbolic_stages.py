@@ -47,11 +47,9 @@ class AnyShapeGuard(StageGuard):
 
 
 def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
-    """Return the assignment of the model's graphs to stages.
+    """Return the assignment of the model's graphs to stages that end at ``cuts``.
 
-    Args:
-        root: The model; modules around a cut that have no graph are traced by ``torch.fx``.
-        cuts: Paths of the modules that end a stage.
+    Modules around a cut that have no graph are traced by ``torch.fx``.
 
     Raises:
         BuildError: a forward cannot be traced without example inputs.
@@ -62,14 +60,7 @@ def symbolic_assignment(root: nn.Module, cuts: Sequence[str]) -> Assignment:
 
 
 def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: set[str]) -> TracedModule:
-    """Return the module of a stage.
-
-    Args:
-        root: The model.
-        assignment: Assignment of its graphs' nodes to stages.
-        index: Index of the stage.
-        keep: Paths of the modules, parameters and buffers that it holds.
-    """
+    """Return the module of a stage, which holds the modules, parameters and buffers of the paths ``keep``."""
     names = [node.name for node in assignment.received[index]]
     graph, batch = stage_graph(assignment, index, names)
     received = tuple((name, (), _UNKNOWN.dtype) for name in names)
@@ -78,16 +69,11 @@ def symbolic_stage(root: nn.Module, assignment: Assignment, index: int, keep: se
 
 
 class _FlatGraph:
-    """The flat graph of a model: modules without a cut inside are one node each.
-
-    Args:
-        root: The model.
-        inlined: Paths of the modules whose graphs become part of it.
-    """
+    """The flat graph of a model: modules without a cut inside are one node each, but for the ``inlined`` paths."""
 
     def __init__(self, root: nn.Module, inlined: set[str]) -> None:
         self.root, self.inlined, self.graph = root, inlined, fx.Graph()
-        graph = root.graph if isinstance(root, fx.GraphModule) else self._traced(root, "", None)
+        graph = root.graph if isinstance(root, fx.GraphModule) else self._trace_forward(root, "", None)
         values = {node: self._argument(node) for node in graph.find_nodes(op="placeholder")}
         self.graph.output(self._copy(graph, values, "", ()))
 
@@ -96,7 +82,7 @@ class _FlatGraph:
             raise _refusal(f"the forward of {type(self.root).__name__} takes {node.target}")
         return self.graph.node_copy(node)
 
-    def _traced(self, module: nn.Module, path: str, call: Any) -> fx.Graph:
+    def _trace_forward(self, module: nn.Module, path: str, call: Any) -> fx.Graph:
         """Trace a module's forward, for a call if one is given."""
         try:
             return trace(module, example_inputs=call, recursive=False, tracer="fx").graph
@@ -110,10 +96,10 @@ class _FlatGraph:
             if node.op == "output":
                 return map_arg(node.args[0], values.__getitem__)
             if node.op != "placeholder" and not is_mode_node(node) and node.target not in (expect, expect_outputs):
-                values[node] = self._added(node, values, path, regions)
+                values[node] = self._add_node(node, values, path, regions)
         raise AssertionError("a graph without an output")
 
-    def _added(self, node: fx.Node, values: Mapping[fx.Node, Any], path: str, regions: tuple[Any, ...]) -> Any:
+    def _add_node(self, node: fx.Node, values: Mapping[fx.Node, Any], path: str, regions: tuple[Any, ...]) -> Any:
         args: Any
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.target in (operator.getitem, getattr) and not isinstance(args[0], fx.Node):
@@ -121,14 +107,14 @@ class _FlatGraph:
         around = (*regions, *node.meta.get("regions", ()))
         target = f"{path}.{node.target}" if path and node.op in ("call_module", "get_attr") else node.target
         if node.op == "call_module" and target in self.inlined:
-            return self._called(str(target), args, kwargs, around)
+            return self._inline_call(str(target), args, kwargs, around)
         added = self.graph.create_node(node.op, target, args, kwargs, node.name)
         # without shapes nothing may be recomputed: a node that draws random numbers runs once
         known = {"draws": True, **({} if node.op == "get_attr" else {"val": _UNKNOWN})}
         added.meta = {**node.meta, **known, "module": path, "regions": around}
         return added
 
-    def _called(self, path: str, args: Any, kwargs: Any, regions: tuple[Any, ...]) -> Any:
+    def _inline_call(self, path: str, args: Any, kwargs: Any, regions: tuple[Any, ...]) -> Any:
         """Inline the graph of a module that is called; trace it again if its graph takes other arguments."""
         module = self.root.get_submodule(path)
         guard = guard_of(module)
@@ -136,7 +122,7 @@ class _FlatGraph:
         inputs = {name for name, value in given.items() if isinstance(value, fx.Node)}
         graph = module.graph if isinstance(module, fx.GraphModule) else None
         if graph is None or not inputs <= _arguments(graph).keys() <= given.keys():
-            graph = self._traced(module, path, map_arg((args, kwargs), lambda node: _UNKNOWN))
+            graph = self._trace_forward(module, path, map_arg((args, kwargs), lambda node: _UNKNOWN))
         return self._copy(graph, {node: given[name] for name, node in _arguments(graph).items()}, path, regions)
 
 

@@ -1,8 +1,13 @@
-"""Tied parameters: parameters that a model registers under several names."""
+"""Tied parameters, which a model registers under several names, and those of them that several stages share."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 from torch import nn
+
+from slapo_core import TieGroup
 
 
 def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> dict[nn.Parameter, set[tuple[str, int]]]:
@@ -27,3 +32,15 @@ def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> di
     if not is_pipeline_partitioned:
         return tied
     return {parameter: places for parameter, places in tied.items() if len({index for _, index in places}) > 1}
+
+
+def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup, ...]:
+    """Return the parameters of ``module`` that more than one of its ``stages`` holds, in the order of the model."""
+    users: dict[int, list[int]] = defaultdict(list)
+    for index, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            users[id(parameter)].append(index)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return tuple(TieGroup(tuple(names[key]), tuple(users[key])) for key in names if len(users[key]) > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch import fx, nn
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import compile_graph, expect, is_mode_node
 
-from ..assignment.alias_analysis import AliasAnalysis
+from ..assignment.alias_analysis import AliasAnalysis, with_sources
 
 
 class ValueGuard:
@@ -21,10 +22,6 @@ class ValueGuard:
 
     They are recomputed by the nodes that need the batch alone: no parameter, buffer or module. A stage checks the other
     values when it runs.
-
-    Args:
-        traced: The flat graph.
-        root: The model.
     """
 
     def __init__(self, traced: TracedModule, root: nn.Module) -> None:
@@ -48,7 +45,7 @@ class ValueGuard:
         constants = {str(node.target): getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"}
         self._run = partial(compile_graph(graph, "value conditions")[0], SimpleNamespace(**constants))
 
-    def admits(self, inputs: Mapping[str, Any]) -> bool:
+    def accepts(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the values are the same for a batch of the same shapes."""
         if self._run is None:
             return True
@@ -71,7 +68,7 @@ def _batch_only_checks(graph: fx.Graph, root: nn.Module) -> list[fx.Node]:
     found: set[fx.Node] = set()
     for check in order:
         if check in own and check.target is expect:
-            needs = _with_sources(check, aliases, order)
+            needs = _sources_and_mutations(check, aliases, order)
             found |= needs if needs <= own else set()
     return [node for node in order if node in found]
 
@@ -82,15 +79,7 @@ def _is_batch_only(node: fx.Node, root: nn.Module) -> bool:
     return node.op in ("placeholder", "call_function", "call_method") and not node.meta.get("draws")
 
 
-def _with_sources(check: fx.Node, aliases: AliasAnalysis, order: list[fx.Node]) -> set[fx.Node]:
+def _sources_and_mutations(check: fx.Node, aliases: AliasAnalysis, order: list[fx.Node]) -> set[fx.Node]:
     """Return a node, its sources, and the nodes that changed any of them in place before it."""
-    place = {node: index for index, node in enumerate(order)}
-    found: set[fx.Node] = set()
-    work = [check]
-    while work:
-        node = work.pop()
-        if node not in found:
-            found.add(node)
-            work += node.all_input_nodes
-            work += [other for other in aliases.mutations_of(node) if place[other] < place[check]]
-    return found
+    before = {*itertools.takewhile(lambda node: node is not check, order)}
+    return with_sources([check], lambda node: [*node.all_input_nodes, *before.intersection(aliases.mutations_of(node))])

@@ -20,12 +20,7 @@ from .tied_gradients import sum_tied_gradients
 
 
 class PipeRuntime:
-    """State that the stages of one pipe on this rank share.
-
-    Args:
-        program: The stages.
-        example: The model's arguments by name, with meta tensors.
-    """
+    """State that the stages of one pipe on this rank share."""
 
     def __init__(self, program: Program, example: Mapping[str, Any]) -> None:
         self.program, self.example = program, example
@@ -91,11 +86,7 @@ class TiedStage(PipelineStage):
 class BatchForwardingStage(nn.Module):
     """A stage that also passes on the batch arguments that later stages read.
 
-    Args:
-        program: The stages.
-        index: Index of the stage.
-        example: The model's arguments by name, with meta tensors.
-        output: Function of the model's result; None takes all tensors in it.
+    Its results are ``output`` of the model's result, or for None all tensors in it.
     """
 
     def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:
@@ -111,25 +102,22 @@ class BatchForwardingStage(nn.Module):
         self._forwarded_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch."""
         if self._is_first:
             received: tuple[torch.Tensor, ...] = ()
-            batch = self._checked(named_inputs(self.__dict__["_model"], args, kwargs))
+            batch = self._check_batch(named_inputs(self.__dict__["_model"], args, kwargs))
         else:
             received = args[: len(self._inputs)]
-            batch = {**self._unpacked(args[len(self._inputs) :]), **kwargs}
+            batch = {**self._unpack_batch(args[len(self._inputs) :]), **kwargs}
         result = self.module(*received, **{name: batch[name] for name in self._batch_inputs})
         if self._is_last:
             found = self._results(result)
             return found[0] if len(found) == 1 else found
-        return tuple(map(sendable, (*result, *self._packed(batch))))
+        return tuple(map(sendable, (*result, *self._pack_batch(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage receives."""
         return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        """Return meta tensors like the values that the stage sends or returns."""
         if self._is_last:
             return tuple(map(meta_like, self._results(model_result(self.module))))
         return (*map(meta_like, self._outputs), *self._forwarded_like(self._forwarded_out))
@@ -148,7 +136,7 @@ class BatchForwardingStage(nn.Module):
     def _forwarded_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         return [tensor for name in names for tensor in _tensors(self._example[name])]
 
-    def _checked(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _check_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Refuse a micro-batch unlike the one that the pipe was made with: later stages are made for its shapes."""
         parameters = forward_signature(self.__dict__["_model"]).parameters
         for name in {**self._example, **batch}:
@@ -159,10 +147,10 @@ class BatchForwardingStage(nn.Module):
                 raise BuildError(f"{difference(made, given, name)}; make a pipe with inputs like these, or give others to step")
         return batch
 
-    def _packed(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _pack_batch(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
         return [tensor for name in self._forwarded_out for tensor in _tensors(batch[name])]
 
-    def _unpacked(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def _unpack_batch(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """Return the forwarded arguments, in their structures."""
         left, batch = iter(tensors), dict(self._example)
         for name in self._forwarded_in:

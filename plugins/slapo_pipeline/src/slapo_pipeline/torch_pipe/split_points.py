@@ -21,7 +21,6 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
     """Record split points on modules, for ``pipeline`` and ``Pipe.from_tracing``. Forwards do not change.
 
     Args:
-        mod: The model.
         spec: Paths of modules below it to ``SplitPoint.BEGINNING``, before the module's forward, or ``SplitPoint.END``, after.
 
     Raises:
@@ -35,7 +34,7 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
 
 def split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Cut]:
     """Return the cuts of a specification; errors as for ``annotate_split_points``."""
-    return [Cut(_checked(mod, path), _where(path, point)) for path, point in spec.items()]
+    return [Cut(_check_path(mod, path), _where(path, point)) for path, point in spec.items()]
 
 
 def annotated_points(mod: nn.Module) -> Iterator[Cut]:
@@ -51,7 +50,7 @@ def _where(path: str, point: Any) -> Where:
     return _POINTS[point.name]
 
 
-def _checked(mod: nn.Module, path: str) -> str:
+def _check_path(mod: nn.Module, path: str) -> str:
     names, module, here = path.split("."), mod, ""
     for depth, name in enumerate(names):
         child = module._modules.get(name)

@@ -25,7 +25,6 @@ class PolicyPartitioner(Partitioner):
     """Divider of one model at the marks of a policy, for inputs of any shape.
 
     Args:
-        root: The model.
         policy: Function that puts calls of ``pipe_split`` into the model's graph and returns it. In the graph every module
             without children is one node.
     """

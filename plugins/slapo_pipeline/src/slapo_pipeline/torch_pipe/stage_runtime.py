@@ -30,7 +30,6 @@ def build_stage(
 
     Args:
         program: Made for inputs of the shapes of one micro-batch.
-        stage: Index of the stage.
         device: Device of the stage; its parameters must be there already.
         group: Process group of the pipeline; default: the mesh's axis ``pp``, or all ranks if the program has no mesh. The
             schedule decides which rank runs which stage.
@@ -91,10 +90,7 @@ def pipeline_group(program: Program) -> dist.ProcessGroup | None:
 class StageRunner(nn.Module):
     """A stage as torch's runtime calls it; it returns contiguous tensors.
 
-    Args:
-        module: Module of the stage.
-        last: Whether its result is the model's.
-        output: Function of the model's result; None for the result itself.
+    The ``last`` one returns ``output`` of the model's result, or for None the result itself.
     """
 
     def __init__(self, module: nn.Module, last: bool, output: Callable[[Any], Any] | None) -> None:
@@ -103,7 +99,6 @@ class StageRunner(nn.Module):
         self._last, self._output = last, output
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
-        """Run one micro-batch."""
         result = self.module(*received, **batch)
         if not self._last:
             return tuple(map(sendable, result))

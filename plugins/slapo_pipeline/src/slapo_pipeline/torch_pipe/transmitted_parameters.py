@@ -72,12 +72,8 @@ class TransmittingStage(nn.Module):
     """A stage that receives values of parameters after its own inputs, and sends values of parameters after its own results.
 
     Args:
-        module: Module of the stage.
-        num_inputs: Number of its own inputs.
         received: Numbers of the parameters that it receives, in order.
-        sent: Numbers of the parameters that it sends.
         used: Number of a received parameter to its names in the stage, which no longer holds it.
-        is_last: Whether its result is the model's.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class TransmittingStage(nn.Module):
         is_last: bool,
     ) -> None:
         super().__init__()
-        inner = _without(module, [name for names in used.values() for name in names])
+        inner = _with_meta_parameters(module, [name for names in used.values() for name in names])
         for table in MODULE_TABLES:
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
@@ -115,22 +111,22 @@ class TransmittingStage(nn.Module):
         return (*result, *({**parameters, **own}[k] for k in self._sent))
 
 
-def _without(module: nn.Module, names: Sequence[str]) -> nn.Module:
+def _with_meta_parameters(module: nn.Module, names: Sequence[str]) -> nn.Module:
     """Copy the module tree around some parameters, with meta buffers in their places."""
     copies: dict[int, nn.Module] = {}
-    top = _copied(module, copies)
+    top = _copy_once(module, copies)
     for name in names:
         *outer, last = name.split(".")
         holder = top
         for each in outer:
-            holder._modules[each] = holder = _copied(holder._modules[each], copies)
+            holder._modules[each] = holder = _copy_once(holder._modules[each], copies)
         parameter = holder._parameters.pop(last)
         if parameter is not None:
             holder.register_buffer(last, torch.empty_like(parameter, device="meta"), persistent=False)
     return top
 
 
-def _copied(module: nn.Module | None, copies: dict[int, nn.Module]) -> nn.Module:
+def _copy_once(module: nn.Module | None, copies: dict[int, nn.Module]) -> nn.Module:
     assert module is not None
     if id(module) not in copies:
         copied = shallow_copy(module)

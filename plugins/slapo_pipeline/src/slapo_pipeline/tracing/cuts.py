@@ -16,7 +16,6 @@ class Cut(str):
     """The path of a module where a stage ends or begins.
 
     Args:
-        path: Path of the module.
         where: ``"after"`` it, ``"before"`` it, or the number of a mark in its own forward.
     """
 

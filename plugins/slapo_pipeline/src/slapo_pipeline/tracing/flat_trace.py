@@ -15,8 +15,9 @@ from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import is_mode_node
 
+from ._torch_private import replaced_pipe_split
 from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
-from .pipe_split import is_mark, torch_marks_recorded
+from .pipe_split import is_mark, mark
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
@@ -37,7 +38,7 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str]) -> TracedModule:
     parameterless: set[str] = set()
-    with torch_marks_recorded():
+    with replaced_pipe_split(mark):
         try:
             return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
         except TraceError:
@@ -81,7 +82,6 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     """Return the positions in the graph's nodes at which stages end, ascending, each with the path of its cut.
 
     Args:
-        root: The model.
         graph: Its flat graph.
         cuts: Paths of modules. A stage ends after the last run of each, or, for a ``Cut``, before the first run or at a mark
             of its forward.
@@ -92,8 +92,9 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     names = {id(module): name for name, module in root.named_modules()}
     nodes = list(graph.nodes)
     found = sorted((_cut_position(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
-    at_mark = any(map(is_at_mark, cuts))
-    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
+
+    kinds = ("call_module", "call_function", "call_method") if any(map(is_at_mark, cuts)) else ("call_module",)
+    work = [index for index, node in enumerate(nodes) if node.op in kinds and not is_mark(node) and not is_mode_node(node)]
     _check_work_between(work, found)
     return found
 
@@ -108,7 +109,8 @@ def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
         raise ScheduleError(message, path=cut, primitive=CUT_AT_MARKS)
-    runs = _node_positions(nodes, name)
+    skipped = ("placeholder", "get_attr", "output")
+    runs = [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
     if not runs:
         message = (
             "the model does not run this module on the example inputs, or on a micro-batch, as text alone runs no vision part; "
@@ -116,12 +118,6 @@ def _cut_position(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         )
         raise ScheduleError(message, path=cut, primitive=CUT_PIPELINE_STAGE)
     return runs[-1] if where == "after" else runs[0] - 1
-
-
-def _node_positions(nodes: Sequence[fx.Node], name: str) -> list[int]:
-    """Return the indices of the nodes that a module, or a module inside it, runs."""
-    skipped = ("placeholder", "get_attr", "output")
-    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_module_path(node), name)]
 
 
 def _module_path(node: fx.Node) -> str:
@@ -140,12 +136,9 @@ def inlined_paths(cuts: Iterable[str]) -> set[str]:
 
 
 def _leaf(cuts: Sequence[str], inlined: Collection[str], parameterless: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Return the test for modules that are one node.
+    """Return the test for modules that are one node: neither above a cut nor inlined.
 
-    Args:
-        cuts: Paths of the cuts.
-        inlined: Paths of further modules to inline.
-        parameterless: Receives the paths of inlined modules without parameters; None makes these one node each.
+    ``parameterless`` receives the paths of inlined modules without parameters; with None these are one node each.
     """
     parents = inlined_paths(cuts)
     ends = set(cuts) - parents
@@ -169,10 +162,6 @@ def is_parameterless(module: nn.Module) -> bool:
 def is_custom(module: nn.Module) -> bool:
     """Return whether the module's class is the model's own, rather than one of ``torch.nn``."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_mode_node(node)
 
 
 def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) -> None:

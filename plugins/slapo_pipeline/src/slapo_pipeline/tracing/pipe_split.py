@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
-
-from ._torch_private import replaced_pipe_split
 
 _mark_callbacks: list[Callable[[], None]] = []
 
@@ -40,52 +38,32 @@ def mark() -> torch.Tensor:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Return whether a node is a recorded mark."""
     return node.target is mark
 
 
 @contextmanager
-def torch_marks_recorded() -> Iterator[None]:
-    """Record calls of ``torch.distributed.pipelining.pipe_split`` as marks, too."""
-    with replaced_pipe_split(mark):
-        yield
+def record_marks(root: nn.Module) -> Iterator[list[str]]:
+    """Record per mark the path of the module whose forward reaches it, in the order of the model's last run inside."""
+    found: list[str] = []
+    paths = {id(module): path for path, module in root.named_modules()}
+    running: list[nn.Module] = []
 
+    def begin(module: nn.Module, _: Any) -> None:
+        if module is root:
+            found.clear()  # tracing may run it several times
+            running.clear()
+        running.append(module)
 
-class MarkRecorder:
-    """Context manager that records the modules whose forwards reach a mark while a model runs.
+    def end(*_: Any) -> None:
+        running.pop()
 
-    Args:
-        root: The model.
-    """
+    def seen() -> None:
+        known = (paths[id(module)] for module in reversed(running) if id(module) in paths)
+        found.extend(itertools.islice(known, 1))
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self.found: list[str] = []
-        """Per mark the path of the module whose forward has it, in the order of the last run."""
-        self._paths = {id(module): path for path, module in root.named_modules()}
-        self._running: list[nn.Module] = []
-
-    def __enter__(self) -> MarkRecorder:
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._begin).remove)
-            stack.callback(register_module_forward_hook(self._end, always_call=True).remove)
-            _mark_callbacks.append(self._seen)
-            stack.callback(_mark_callbacks.remove, self._seen)
-            self._close = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._close.close()
-
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        if module is self.root:
-            self.found.clear()  # tracing may run it several times
-            self._running.clear()
-        self._running.append(module)
-
-    def _end(self, *_: Any) -> None:
-        self._running.pop()
-
-    def _seen(self) -> None:
-        known = (self._paths[id(module)] for module in reversed(self._running) if id(module) in self._paths)
-        self.found += itertools.islice(known, 1)
+    _mark_callbacks.append(seen)
+    try:
+        with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
+            yield found
+    finally:
+        _mark_callbacks.remove(seen)

@@ -41,11 +41,6 @@ def move_root_hooks(root: nn.Module, stages: Sequence[nn.Module], batch_inputs: 
 
     A hook receives the whole model as its module, and the arguments of its stage.
 
-    Args:
-        root: The model.
-        stages: The modules of its stages.
-        batch_inputs: Per stage the arguments of the model that it reads.
-
     Raises:
         BuildError: a backward hook that is not a full backward hook.
     """

@@ -15,14 +15,7 @@ from .flat_trace import inlined_paths
 
 
 class CachedTrace:
-    """A flat trace that is valid until a module, parameter, hook, mode or attribute of the model changes.
-
-    Args:
-        root: The model, as it was traced.
-        inputs: The arguments by name.
-        cuts: Paths of the modules that are one node each.
-        flat: The trace.
-    """
+    """A flat trace that is valid until a module, parameter, hook, mode or attribute of the model changes."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str], flat: TracedModule) -> None:
         self._flat: TracedModule | None = flat
@@ -37,7 +30,7 @@ class CachedTrace:
             and self._inputs == fingerprint(dict(inputs))
             and self._facts == _model_state(root)
         )
-        return flat if same and not self._contents.changed() else None
+        return flat if same and not self._contents.changed_paths() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None: a copy of the model is traced anew."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
 
-from ..rules.sharding_rule import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
+from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
 from ..splitting.shard_step import user_code
@@ -28,7 +28,10 @@ def check_syncs(schedule: Schedule) -> None:
     """
     modules = dict(schedule.root_module.named_modules())
     if not any(_is_sharded(module) or is_synced(module) for module in modules.values()):
-        _check_reduced_gradients(schedule.root_module)
+        for name, parameter in schedule.root_module.named_parameters():
+            if reduces_gradient(parameter):
+                what = f"the gradient of {name!r} is summed, but nothing is sharded"
+                raise BuildError(f"{what}; leave the sync out; {OFF_SWITCH}")
     for path in modules:
         try:
             _check_module(path, modules)
@@ -47,7 +50,9 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         _check_tied_shards(name, module, [modules[outer] for outer in ancestors(path)])
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1 and applied.cut.output != "whole":
-        _check_code(name, module)
+        if code := user_code(module):
+            what = f"{name} has a {code} of its own that would see a part only"
+            raise BuildError(f"{what}; put it on a module around, or give it to sync; {OFF_SWITCH}")
         own = list(syncs_of(module))
         above = [sync for outer in ancestors(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
@@ -57,7 +62,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
 
 def _last_step(schedule: Schedule, path: str) -> str:
     """Return the last step for this module, or else for a module inside it, as the start of a message."""
-    steps = [(number, step, _synced(step)) for number, step in enumerate(schedule.journal, 1)]
+    steps = [(number, step, _split_paths(step)) for number, step in enumerate(schedule.journal, 1)]
     at = [(number, step) for number, step, paths in steps if path in paths]
     below = f"{path}." if path else ""
     inside = [(number, step) for number, step, paths in steps if any(other.startswith(below) for other in paths)]
@@ -67,10 +72,10 @@ def _last_step(schedule: Schedule, path: str) -> str:
     return f"step {number}, {str(step)[:_MAX_STEP_LENGTH]}: "
 
 
-def _synced(step: Step) -> set[str]:
+def _split_paths(step: Step) -> set[str]:
     """Return the paths of the modules that a step or its children shard or sync."""
     own = {step.path} if step.name in ("shard", "sync") else set()
-    return own.union(*map(_synced, step.children))
+    return own.union(*map(_split_paths, step.children))
 
 
 def sharded_modules(root: nn.Module) -> list[nn.Module]:
@@ -80,7 +85,7 @@ def sharded_modules(root: nn.Module) -> list[nn.Module]:
 
 def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
+        is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds_tensor(outer, tensor) for outer in above)
         if is_sharded(tensor) and not is_used:
             spec = shard_spec(tensor)
             if spec is not None and spec.axis == "dp":
@@ -91,29 +96,15 @@ def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module])
             raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
 
 
-def _check_code(name: str, module: nn.Module) -> None:
-    if own := user_code(module):
-        raise BuildError(
-            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; "
-            f"{OFF_SWITCH}"
-        )
-
-
 def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
     """Refuse to gather uneven shards at an outer module, which does not know their sizes."""
     if not any(sync.mode == "fwd_post" and sync.op in GATHERING_OPS and sync.axis == -1 for sync in syncs_of(module)):
         return
     for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
-        if (
-            applied is not None
-            and applied.spec.uneven_ranges is not None
-            and applied.cut.output == "sharded"
-            and not applied.gathered
-        ):
-            raise BuildError(
-                f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {OFF_SWITCH}"
-            )
+        if applied is not None and applied.returns_shard and applied.spec.uneven_ranges is not None:
+            what = f"the output of {other!r} is not in equal parts; gather it at {other!r} itself"
+            raise BuildError(f"{name}: {what}; {OFF_SWITCH}")
 
 
 def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
@@ -132,7 +123,7 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
     summing = next((sync for sync in syncs_of(module) if _reduces_gradient(sync)), None)
     if summing is None or any(sync.op == "function" for inside in module.modules() for sync in syncs_of(inside)):
         return
-    if _declares_reduced_gradients(module) or any(
+    if any(map(reduces_gradient, module.parameters())) or any(
         _uses_input_for_shard(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)
     ):
         return
@@ -156,17 +147,6 @@ def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: di
     between = [module, *(modules[outer] for outer in ancestors(path) if len(outer) > len(around) and outer in modules)]
     scattered = any(sync.mode == "fwd_pre" and sync.op == "scatter" for each in between for sync in syncs_of(each))
     return path != around and not scattered
-
-
-def _declares_reduced_gradients(module: nn.Module) -> bool:
-    """Return whether a sync reduces a gradient inside the module; the first run checks that it is partial."""
-    return any(reduces_gradient(parameter) for parameter in module.parameters())
-
-
-def _check_reduced_gradients(root: nn.Module) -> None:
-    for name, parameter in root.named_parameters():
-        if reduces_gradient(parameter):
-            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {OFF_SWITCH}")
 
 
 def _check_heads(name: str, owner: nn.Module) -> None:
@@ -194,7 +174,7 @@ def is_synced(module: nn.Module) -> bool:
 
 def _makes_local_heads(module: nn.Module) -> bool:
     applied = applied_cut(module)
-    return _is_sharded(module) and applied is not None and applied.cut.output == "sharded" and not applied.gathered
+    return _is_sharded(module) and applied is not None and applied.returns_shard
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -206,9 +186,8 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
     after = [sync for sync in own if sync.mode == "fwd_post"]
     if applied.cut.output == "sharded":
         if reducing:
-            raise BuildError(
-                f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {OFF_SWITCH}"
-            )
+            what = f"its output is sharded, {reducing[0].op} would add different parts"
+            raise BuildError(f"{name}: {what}; gather it; {OFF_SWITCH}")
         moving = next((sync.op for sync in after if sync.op in GATHERING_OPS), None)
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"

@@ -28,7 +28,7 @@ from slapo_core import BuildError, is_sharded, parameter_facts
 from slapo_tracing.nodes import SHAPES, is_metadata, is_taken_apart, name_of
 
 from ..communication._torch_autograd import no_functions, watched_functions
-from ..rules.sharding_rule import holds, is_kept_for_inside, split_of
+from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, split_of
 from ..splitting import weight_digests
 from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
 from ..syncs.sync_order import off_switch
@@ -115,7 +115,7 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _plain_call(module, *args, **kwargs)
     reads = _running_mode.get()
     if reads is not None:
-        return reads.inside(module, args, kwargs)
+        return reads.run_inner_module(module, args, kwargs)
     builds = [build for build in _waiting if build.is_due(module)]
     if not builds:
         if not all(build.owners for build in _waiting):
@@ -127,14 +127,14 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         weight_digests.check_same_weights(module)
     comparison = ModuleComparison([root for build in builds if (root := build.root()) is not None], _rerun_modules, _plain_call)
     reads = _FirstRunMode(module, is_whole, comparison, disabled)
-    with _eager(), run_as_non_reentrant(), reads, watched_functions(reads.applied):
+    with _eager(), run_as_non_reentrant(), reads, watched_functions(reads.check_autograd_function):
         token = _running_mode.set(reads)
         try:
-            result = reads.inside(module, args, kwargs)
+            result = reads.run_inner_module(module, args, kwargs)
         except size_errors.SIZE_ERRORS as err:
-            if "sizes" in disabled or (explained := reads.explained(err)) is None:
+            if "sizes" in disabled or reads.failed is None or reads.failed[0] is not err:
                 raise
-            raise explained from err
+            raise BuildError(reads.failed[1]) from err
         finally:
             _running_mode.reset(token)
     for build in builds:
@@ -176,13 +176,14 @@ class _FirstRunMode(TorchFunctionMode):
         self.is_whole = is_whole
         """True if the whole model runs, False if a part of it runs alone."""
         self.running: list[nn.Module] = []
-        self.values = ShardedValues(self._mixed, *weight_digests.sharding_group(model), disabled)
+        self.values = ShardedValues(self._value_error, *weight_digests.sharding_group(model), disabled)
         self.gradients = PartialGradients(partial(self._error, "gradients"), "gradients" in disabled)
         self.failed: tuple[Exception, str] | None = None
+        """A size error and the message that explains it by the innermost module; None if none was explained."""
         self.columns: list[nn.Module] = []
         """Modules that returned sharded outputs, in the order in which they ran."""
 
-    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_inner_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module; code inside a module whose cut a numeric probe has verified is not checked."""
         if self.running and (applied := split_of(self.running[-1])) is not None and applied.cut.shown:
             return _plain_call(module, *args, **kwargs)
@@ -194,18 +195,18 @@ class _FirstRunMode(TorchFunctionMode):
                 call = None if "comparison" in self.disabled else self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
-                if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
+                if (applied := split_of(module)) is not None and applied.returns_shard:
                     self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)
             if call is not None and (wrong := self.comparison.leave(call, result, self.values.known, self.running[:-1])):
                 line, reason = wrong
-                raise BuildError(f"{self._named(module)} at {line}: {reason}; {off_switch('comparison')}")
+                raise BuildError(f"{self._describe_module(module)} at {line}: {reason}; {off_switch('comparison')}")
             with no_functions():
                 if self.is_whole and len(self.running) == 1:
-                    result = self.gradients.returned(result)
+                    result = self.gradients.check_output(result)
         except size_errors.SIZE_ERRORS as err:
-            self._note(module, args, kwargs, err)
+            self._record_size_error(module, args, kwargs, err)
             raise
         finally:
             self.running.pop()
@@ -224,23 +225,19 @@ class _FirstRunMode(TorchFunctionMode):
 
         return [module.register_forward_hook(check, prepend=True)]
 
-    def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+    def check_autograd_function(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Check an autograd function of the model's own that was applied to sharded values."""
         if not self.paused and not is_called_by_sharding() and not is_called_by_hook() and split_of(self.running[-1]) is None:
             with no_functions():
-                self.values.applied(function, args, result)
+                self.values.check_autograd_function(function, args, result)
 
-    def explained(self, err: Exception) -> BuildError | None:
-        """Return the error that explains a size error and names the innermost module, or None."""
-        return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
+    def _record_size_error(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
         """Record the explanation of a size error; it is raised when the error leaves the model, as code may catch it."""
         if self.failed is None or self.failed[0] is not err:
             inside = {*module.modules()}
             column = next((each for each in reversed(self.columns) if each in inside), None)
             reason = size_errors.explain_size_error(module, args, kwargs, err, None if column is None else self._path(column))
-            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {off_switch('sizes')}")
+            self.failed = None if reason is None else (err, f"{self._describe_module(module)}: {reason}; {off_switch('sizes')}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -276,20 +273,14 @@ class _FirstRunMode(TorchFunctionMode):
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
-        return holds(reader, tensor) and not is_kept_for_inside(reader, tensor)
+        return holds_tensor(reader, tensor) and not is_kept_for_inside(reader, tensor)
 
     def _traced_owner(self, tensor: torch.Tensor) -> nn.Module | None:
         """Return the module that holds a tensor, if the running graph has inlined it and uses the tensor nowhere else."""
         graphs = [module for module in reversed(self.running) if isinstance(module, fx.GraphModule)]
         inside: list[tuple[fx.Graph, str, nn.Module]] = [(g.graph, *named) for g in graphs for named in g.named_modules()]
-        return next(
-            (
-                module
-                for graph, path, module in inside
-                if is_taken_apart(module) and holds(module, tensor) and _is_used_by_module_only(graph, path)
-            ),
-            None,
-        )
+        holding = (each for each in inside if is_taken_apart(each[2]) and holds_tensor(each[2], tensor))
+        return next((module for graph, path, module in holding if _is_used_by_module_only(graph, path)), None)
 
     def _refuse(self, message: str) -> None:
         """Refuse to compute with the number of elements of a shard, while this run lasts."""
@@ -300,23 +291,23 @@ class _FirstRunMode(TorchFunctionMode):
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
         return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch keep the model in an attribute ``module``
 
-    def _named(self, module: nn.Module) -> str:
+    def _describe_module(self, module: nn.Module) -> str:
         path = self._path(module)
         return f"{type(module).__name__} {path!r}" if path else f"the model, {type(module).__name__},"
 
-    def _mixed(self, check: str, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
+    def _value_error(self, check: str, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
         what = "all have the same value" if owner is None else f"each rank has a part of the output of {self._path(owner)!r}"
         return self._error(check, f"{why}, and {what}; {remedy}")
 
     def _error(self, check: str, why: str) -> BuildError:
         """Make the error of a check for the code that runs now."""
-        return BuildError(f"{self._named(self.running[-1])} at {_model_line()}: {why}; {off_switch(check)}")
+        return BuildError(f"{self._describe_module(self.running[-1])} at {_model_line()}: {why}; {off_switch(check)}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
         name = " = ".join(parameter_facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
         return (
-            f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_model_line()}, but this rank "
+            f"{self._describe_module(reader)} uses {name!r} in {name_of(func)} at {_model_line()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
             f"whole; {off_switch('shard_reads')}"
         )

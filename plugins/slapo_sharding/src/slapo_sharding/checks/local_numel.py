@@ -55,7 +55,7 @@ class LocalNumel:
     __radd__ = __add__
 
 
-def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
+def _checked_operation(operation: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
     def compute(count: LocalNumel, *others: Any) -> Any:
         count.refuse()
         return operation(*others, count.number) if is_reflected else operation(count.number, *others)
@@ -64,10 +64,10 @@ def _refusing(operation: Callable[..., Any], is_reflected: bool = False) -> Call
 
 
 for _operation in (operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.sub, divmod):
-    setattr(LocalNumel, f"__{_operation.__name__}__", _refusing(_operation))
-    setattr(LocalNumel, f"__r{_operation.__name__}__", _refusing(_operation, is_reflected=True))
+    setattr(LocalNumel, f"__{_operation.__name__}__", _checked_operation(_operation))
+    setattr(LocalNumel, f"__r{_operation.__name__}__", _checked_operation(_operation, is_reflected=True))
 for _unary_or_comparison in (operator.neg, operator.index, operator.lt, operator.le, operator.gt, operator.ge, float):
-    setattr(LocalNumel, f"__{_unary_or_comparison.__name__}__", _refusing(_unary_or_comparison))
+    setattr(LocalNumel, f"__{_unary_or_comparison.__name__}__", _checked_operation(_unary_or_comparison))
 
 
 def is_called_by_slapo() -> bool:

@@ -83,9 +83,8 @@ class PartialGradients:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if of_input and of_input[-1].mode == "bwd_post":
-                for tensor in (
-                    tensors_in((args, kwargs)) if torch.is_grad_enabled() else ()
-                ):  # without gradients the sync returns its input
+                # without gradients the sync returns its input
+                for tensor in tensors_in((args, kwargs)) if torch.is_grad_enabled() else ():
                     if tensor.requires_grad and self.layout_of(tensor) is not GradientLayout.SHARDED:
                         self._mark(tensor, GradientLayout.PARTIAL)
             elif of_input:
@@ -107,11 +106,7 @@ class PartialGradients:
         return handles
 
     def check_sum(self, op: str, x: torch.Tensor) -> torch.Tensor:
-        """Refuse to reduce a replicated value, which would be multiplied by the number of ranks.
-
-        Raises:
-            BuildError: the value is replicated.
-        """
+        """Raise ``BuildError`` for a replicated value: its sum would be multiplied by the number of ranks."""
         if torch.is_grad_enabled() and x.requires_grad and self.layout_of(x) in _OF_REPLICATED:
             raise self.error(
                 f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
@@ -138,7 +133,7 @@ class PartialGradients:
             for tensor in tensors_in(output):
                 self._mark(tensor, GradientLayout.REPLICATED if split.cut.output == "whole" else GradientLayout.SHARDED)
 
-    def returned(self, output: Any) -> Any:
+    def check_output(self, output: Any) -> Any:
         """Return the model's output; a gradient for a value made between syncs of gradients is then a ``BuildError``.
 
         An auxiliary loss would give such a gradient. Other uses of the value in the model keep their gradients.
@@ -146,24 +141,23 @@ class PartialGradients:
         leaves = pytree.tree_leaves(output)
         if not any(isinstance(leaf, torch.Tensor) and self.layout_of(leaf) is GradientLayout.PARTIAL for leaf in leaves):
             return output
-        message = str(
-            self.error(
-                "it returns what is the same on every rank and was made inside of a bwd_post or a gather, which adds its "
-                "gradient up; make it outside, give the sync to the sharded layers themselves, or detach it"
-            )
+        why = (
+            "it returns what is the same on every rank and was made inside of a bwd_post or a gather, which adds its "
+            "gradient up; make it outside, give the sync to the sharded layers themselves, or detach it"
         )
+        message = str(self.error(why))
 
         def refuse(grad: torch.Tensor) -> None:
             raise BuildError(message)  # an error made earlier would keep alive the frames of its traceback
 
-        def watched(x: torch.Tensor) -> torch.Tensor:
+        def add_gradient_hook(x: torch.Tensor) -> torch.Tensor:
             if not x.requires_grad or self.layout_of(x) is not GradientLayout.PARTIAL:
                 return x
             x = x.view_as(x)
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
             return x
 
-        return pytree.tree_map_only(torch.Tensor, watched, output)
+        return pytree.tree_map_only(torch.Tensor, add_gradient_hook, output)
 
     def _after_sync(self, sync: Sync, value: Any, map_tensors: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
         """Mark the result of a sync; a user's function may have changed any tensor that it was given."""
@@ -190,13 +184,9 @@ class PartialGradients:
             return GradientLayout.PARTIAL
         if not isinstance(x, nn.Parameter):
             return GradientLayout.UNKNOWN
-        return (
-            GradientLayout.SHARDED
-            if is_sharded(x)
-            else GradientLayout.SUMMED
-            if reduces_gradient(x)
-            else GradientLayout.REPLICATED
-        )
+        if is_sharded(x):
+            return GradientLayout.SHARDED
+        return GradientLayout.SUMMED if reduces_gradient(x) else GradientLayout.REPLICATED
 
     def call(
         self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]
@@ -212,13 +202,10 @@ class PartialGradients:
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
             return GradientLayout.UNKNOWN
-        if (
-            GradientLayout.REPLICATED in found
-            and GradientLayout.UNKNOWN not in found
-            and found & {*_DIFFERENT, GradientLayout.SUMMED}
-        ):
+        is_mixed = GradientLayout.REPLICATED in found and bool(found & {*_DIFFERENT, GradientLayout.SUMMED})
+        if is_mixed and GradientLayout.UNKNOWN not in found:
             wrong = GradientLayout.REPLICATED if found & _DIFFERENT else GradientLayout.SUMMED
-            return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
+            return self.error(_gradient_problem(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
         return next((kind for kind in (GradientLayout.UNKNOWN, *GradientLayout) if kind in found), None)
 
     def start(self, x: torch.Tensor, is_whole: bool) -> None:
@@ -227,11 +214,7 @@ class PartialGradients:
             self._mark(x, GradientLayout.REPLICATED if is_whole else GradientLayout.UNKNOWN)
 
     def note(self, result: Any, gradient: GradientLayout | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the results of the function; a detached result has no gradient any more.
-
-        Raises:
-            BuildError: the call mixes gradients, and its result has one.
-        """
+        """Mark the results; raise ``gradient`` if it is an error and a result has a gradient, as a detached one has not."""
         if isinstance(gradient, BuildError):
             if any(tensor.requires_grad for tensor in tensors_in(result)):
                 raise gradient
@@ -242,7 +225,7 @@ class PartialGradients:
                 self.known[tensor] = gradient
 
 
-def _wrong(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
+def _gradient_problem(name: str, gradient: GradientLayout, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
         return _WRONG[gradient].format(name, " = ".join(parameter_facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
     if gradient is GradientLayout.SUMMED:

@@ -22,12 +22,7 @@ def explain_size_error(
 ) -> str | None:
     """Return why the innermost failed module failed; None if the error is not about sizes.
 
-    Args:
-        module: The module.
-        args: Its positional inputs, before its own syncs.
-        kwargs: Its keyword inputs, before its own syncs.
-        err: The error of torch or of the module's code.
-        part_of: Path of the sharded layer inside the module that ran last, or None.
+    The inputs are those from before the module's own syncs. ``part_of`` is the path of the sharded layer inside that ran last.
     """
     applied, x = split_of(module), first_input(args, kwargs)
     own = [f"sync({sync.mode!r}, {sync.op!r})" for sync in syncs_of(module, "fwd_pre")]
@@ -42,9 +37,8 @@ def explain_size_error(
     if applied is not None and applied.cut.input == "sharded" and not own:
         dim = applied.cut.dim
         if -len(shape) <= dim < len(shape) and shape[dim] == applied.spec.full_shape[applied.spec.dim]:
-            return (
-                f"it is split along its input and is given all {shape[dim]} of it; needs sync('fwd_pre', 'scatter', axis={dim})"
-            )
+            what = f"it is split along its input and is given all {shape[dim]} of it"
+            return f"{what}; needs sync('fwd_pre', 'scatter', axis={dim})"
     after = f", which {' and '.join(own)} then changes" if own else ""
     return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
 

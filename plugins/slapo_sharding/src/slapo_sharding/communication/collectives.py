@@ -48,11 +48,9 @@ def all_reduce_grad(x: torch.Tensor, group: Group = None, *, split_backward: boo
     """
     if group is None or num_ranks(group) == 1:
         return x
-    return (
-        apply_function(_StartGradAllReduce, apply_function(_WaitGrad, x), group)
-        if split_backward
-        else apply_function(_AllReduceGrad, x, group)
-    )
+    if split_backward:
+        return apply_function(_StartGradAllReduce, apply_function(_WaitGrad, x), group)
+    return apply_function(_AllReduceGrad, x, group)
 
 
 def all_gather(
@@ -165,7 +163,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _sum(x, group)
+        return _reduce(x, "sum", group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -198,7 +196,11 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _reduce_scattered(x, dim, group)
+        ranks, size = group.size(), x.size(dim)
+        if size % ranks:
+            x = _pad_to_size(x, dim, -(-size // ranks) * ranks)
+        result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
+        return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -209,7 +211,8 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
-        return _local_piece(x, dim, group)
+        start, stop = shard_range(x.size(dim), group.size(), group.rank())
+        return x.narrow(dim, start, stop - start).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -220,19 +223,17 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.dim, ctx.new_dim, ctx.group = dim, new_dim, group
-        return _all_to_all(x, dim, new_dim, group)
+        ranks = group.size()  # each gets its shard along new_dim; the received shards are joined along dim
+        rows = torch.stack(_checked_unbatched(x).chunk(ranks, new_dim))
+        sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
+        return torch.cat(sent.unbind(), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_to_all(grad, ctx.new_dim, ctx.dim, ctx.group), None, None, None
 
 
-class _StartGradAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
+class _StartGradAllReduce(_AllReduceGrad):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         if torch.is_grad_enabled() or torch.is_anomaly_enabled():  # a second backward, or anomaly mode, reads the result
@@ -267,10 +268,6 @@ class _WaitGrad(torch.autograd.Function):
 _ops = torch.ops._c10d_functional
 
 
-def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _reduce(x, "sum", group)
-
-
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
     if x.is_nested:  # torch's encoders make nested tensors of padded ones, in evaluation
         from ._torch_private import with_values  # noqa: PLC0415  it imports torch.distributed.tensor
@@ -293,11 +290,8 @@ def _checked_unbatched(x: torch.Tensor) -> torch.Tensor:
 def start_all_gather(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
     """Start an all-gather to ``size`` along ``dim``. The backend joins shards of equal size along dimension 0."""
     assert group is not None
-    own = (
-        _padded(_checked_unbatched(x), dim, -(-size // group.size()))
-        if size % group.size()
-        else _checked_unbatched(x).contiguous()
-    )
+    own = _checked_unbatched(x)
+    own = _pad_to_size(own, dim, -(-size // group.size())) if size % group.size() else own.contiguous()
     return _ops.all_gather_into_tensor(own, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
@@ -324,39 +318,16 @@ def _start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -
     return _ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
-def _reduce_scattered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    ranks, size = group.size(), x.size(dim)
-    if size % ranks:
-        x = _padded(x, dim, -(-size // ranks) * ranks)
-    result: torch.Tensor = _ops.wait_tensor(_start_reduce_scatter(x, dim, group))
-    return result.narrow(dim, 0, _piece_size(size, group)) if size % ranks else result
-
-
-def _all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each rank its shard along ``new_dim``, and join the received shards along ``dim``."""
-    ranks = group.size()
-    rows = torch.stack(_checked_unbatched(x).chunk(ranks, new_dim))
-    sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
-    return torch.cat(sent.unbind(), dim)
-
-
-def _local_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    start, stop = shard_range(x.size(dim), group.size(), group.rank())
-    return x.narrow(dim, start, stop - start).contiguous()
-
-
 def _piece_size(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
     start, stop = shard_range(size, group.size(), group.rank() if rank is None else rank)
     return stop - start
 
 
-def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _pad_to_size(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.size(dim)])
 
 
 def _check_divides(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:
     if x.size(dim) % group.size():
-        shape = tuple(x.shape)
-        raise ValueError(
-            f"dim {dim} of a tensor of shape {shape} is not divisible by {group.size()} ranks; pad it (a sequence, say)"
-        )
+        what = f"dim {dim} of a tensor of shape {tuple(x.shape)} is not divisible by {group.size()} ranks"
+        raise ValueError(f"{what}; pad it (a sequence, say)")

@@ -144,9 +144,9 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = values - highest.unsqueeze(-1)
         owned = counts & (column >= 0) & (column < real)
         column = column.masked_fill(~owned, 0)
-        picked = (
-            shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0) if real else torch.zeros_like(highest)
-        )
+        picked = torch.zeros_like(highest)
+        if real:
+            picked = shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0)
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(-1), picked, shifted.sum(-1)][: 3 if smoothing else 2])
         sums = collectives.sum_over_ranks(sums, group)

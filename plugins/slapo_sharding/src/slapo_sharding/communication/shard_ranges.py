@@ -37,7 +37,7 @@ def key_head_ranges(queries: int, keys: int, size: int, num_shards: int) -> tupl
     """
     own_queries, served = queries // num_shards, queries // keys
     firsts = [range(rank * own_queries, (rank + 1) * own_queries, gcd(own_queries, served)) for rank in range(num_shards)]
-    return tuple(_merged((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
+    return tuple(_merge_adjacent((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
 
 
 def concatenated_ranges(blocks: Sequence[int], ranges: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
@@ -50,7 +50,7 @@ def concatenated_ranges(blocks: Sequence[int], ranges: Iterable[tuple[Ranges, ..
     return tuple(tuple(part for own in parts for part in own) for parts in zip(*moved, strict=True))
 
 
-def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def _merge_adjacent(ranges: Iterable[tuple[int, int]]) -> Ranges:
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

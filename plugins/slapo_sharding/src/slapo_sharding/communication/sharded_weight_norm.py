@@ -30,11 +30,11 @@ class NormMode(TorchFunctionMode):
 def reduced_norms(group: Group) -> NormMode:
     """Return the mode that turns the norm of this rank's shard into the norm over the group, without a gradient."""
 
-    def reduced(norm: torch.Tensor) -> torch.Tensor:
+    def reduce_norm(norm: torch.Tensor) -> torch.Tensor:
         part = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
         return all_reduce(part.square(), group).sqrt().to(norm.dtype)
 
-    return NormMode(reduced)
+    return NormMode(reduce_norm)
 
 
 def recorded_norms(found: list[torch.Tensor]) -> NormMode:

@@ -29,6 +29,7 @@ from .derivation.replicated_modules import (
     log_opaque,
     log_replicated,
     log_sharded_attributes,
+    plan_error,
     remaining_reasons,
     without_trace_advice,
 )
@@ -76,27 +77,23 @@ def apply_derived_plan(
         derived = _first_feasible_plan(schedule, replicated, sequence_parallel, splits_more)
     except (ScheduleError, TraceError) as err:
         may_help = isinstance(err, TraceError | ReservedNameError) or bool(replicated.layers)
-        if sequence_parallel or not may_help or not split_submodules(schedule, _apply_to_part):
+        if sequence_parallel or not may_help or not split_submodules(schedule, apply_derived_plan):
             raise
         what = "tensor_parallel: the submodules of %s are split one by one, as there is no plan for the whole: %s"
         names = schedule.path or type(schedule.mod).__name__, without_trace_advice(err)
         get_logger().warning(what, *names, extra=first_rank_only(schedule))
         return steps
-    if [path for path in replicated.opaque if split_submodules(schedule[path], _apply_to_part)]:
+    if [path for path in replicated.opaque if split_submodules(schedule[path], apply_derived_plan)]:
         derived.reasons = remaining_reasons(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_sharded, schedule.mod.parameters())):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if vocabulary == {}:
         steps = vocabulary_steps_from_graph(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
-    if any(_runs_from_graph(schedule.mod, path) for path in steps):
-        steps = {}
+    outer = {each for path in steps for each in ancestors(path)}
+    if any(isinstance(own_forward(schedule.mod.get_submodule(path)), LocalForward) for path in outer):
+        steps = {}  # in the graph, the layers are as planned
     log_replicated(schedule, derived, replicated.layers, log_opaque(schedule, replicated) | {*steps})
     return steps
-
-
-def _runs_from_graph(model: nn.Module, path: str) -> bool:
-    """Return whether a module around a layer runs from a graph, in which the layer is as planned."""
-    return any(isinstance(own_forward(model.get_submodule(outer)), LocalForward) for outer in ancestors(path))
 
 
 def _first_feasible_plan(
@@ -113,20 +110,9 @@ def _first_feasible_plan(
                 replicated.adapts = False
             elif sequence_parallel and isinstance(err, TraceError):
                 message = f"the sequence cannot be split: {without_trace_advice(err)}; leave out sequence_parallel"
-                raise _error(schedule, message) from err
-            elif sequence_parallel or not _exclude(schedule, replicated, err):
+                raise plan_error(schedule, message) from err
+            elif sequence_parallel or not replicated.add(schedule, err):
                 raise
-
-
-def _exclude(schedule: Schedule, replicated: ReplicatedModules, err: Exception) -> bool:
-    """Leave whole what made a plan infeasible; return whether there is anything new."""
-    if isinstance(err, PlanConflict):
-        return replicated.add_layers(schedule.mod, err)
-    return isinstance(err, TraceError) and replicated.add_opaque(schedule, err)
-
-
-def _apply_to_part(schedule: Schedule) -> None:
-    apply_derived_plan(schedule)
 
 
 def apply_plan(
@@ -159,9 +145,9 @@ def apply_plan(
         accept(derived)
     stacks = [path for path in _stacks(schedule, derived) if path not in replicated.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
-        raise _nothing_split(schedule, derived, sequence_parallel)
+        raise _nothing_split_error(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
-        raise _error(schedule, f"the sequence cannot be split: only {stacks[0]!r} and its like are split; leave them whole")
+        raise plan_error(schedule, f"the sequence cannot be split: only {stacks[0]!r} and its like are split; leave them whole")
     layouts = derived.layouts
     found = candidate_attributes(layouts, schedule.mod, size)
     for count in found:
@@ -171,9 +157,8 @@ def apply_plan(
     for path in stacks:
         split_stack(schedule[path])
     _set_local_channels(schedule, layouts)
-    columns = [
-        path for path, split in derived.splits.items() if _try_split(schedule, path, split, layouts.scatter_axes.get(path))
-    ]
+    axes = layouts.scatter_axes
+    columns = [path for path, split in derived.splits.items() if _try_split(schedule, path, split, axes.get(path))]
     columns = [path for path in columns if not layouts.input_gradient_reduced.get(path)]
     for paths in column_inputs.group_by_input(layouts.graph, columns):
         column_inputs.reduce_shared_gradients(schedule, paths)
@@ -207,10 +192,10 @@ def _set_local_channels(schedule: Schedule, layouts: Layouts) -> None:
         vars(module)["num_features"] //= schedule.world_size
 
 
-def _nothing_split(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
+def _nothing_split_error(schedule: Schedule, derived: DerivedPlan, sequence_parallel: bool) -> ScheduleError:
     reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
     along = "the sequence cannot be split: " if sequence_parallel else ""
-    return _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
+    return plan_error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
 
 
 def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
@@ -222,7 +207,7 @@ def _stacks(schedule: Schedule, derived: DerivedPlan) -> list[str]:
         values = {node, *node.all_input_nodes}
         if cut is None or values & layouts.local_shapes.keys() or values & layouts.partial_gradients.keys():
             continue
-        name = cut.main(schedule.mod.get_submodule(path))
+        name = cut.main_parameter(schedule.mod.get_submodule(path))
         try:
             ShardPlanner(schedule[path], name, cut.dims[name], None).plan()
         except ScheduleError as err:
@@ -251,7 +236,7 @@ def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -
     cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
@@ -267,7 +252,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             applied = split_of(schedule.mod.get_submodule(path))
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
-            same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
+            same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
             if same_width and _try_split(schedule, other, split, None):
                 column_inputs.reduce_shared_gradients(schedule, [other])
 
@@ -301,7 +286,7 @@ def _fork_random_numbers(schedule: Schedule, derived: DerivedPlan, from_graph: C
         found = list(find_rng_forks(derived.layouts, from_graph))
     except MixedRandomOps as err:
         if derived.layouts.sequence_collectives:
-            raise _error(schedule, f"{err}; set that rate to 0, or give plan= and call fork_rng") from err
+            raise plan_error(schedule, f"{err}; set that rate to 0, or give plan= and call fork_rng") from err
         raise PlanConflict(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
     found += [(other, outside) for path, outside in found for other in unused_entries(schedule.mod, derived.layouts, path)]
     for path, outside in found:
@@ -337,7 +322,7 @@ def _install_local_sizes(
                 return None
             return difference(derived.layouts, flat_graph(schedule, layers), installed)
         except TraceError as err:
-            return Difference(str(err), _relative_path(schedule, err.failing_module or ""))
+            return Difference(str(err), (err.failing_module or "").removeprefix(f"{schedule.path}." if schedule.path else ""))
 
     for path, (_, must) in forwards.items():
         if must:
@@ -354,11 +339,10 @@ def _install_local_sizes(
     if wrong is not None:
         what = f"a module uses the number of all heads or its whole width on a shard: {wrong.reason}"
         if derived.layouts.sequence_collectives:
-            raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
-        near = [path for path in stacks if wrong.module and (is_inside(path, wrong.module) or is_inside(wrong.module, path))]
-        raise PlanConflict(
-            schedule, what, near or _layers_feeding(derived, wrong.module) or _layers_of(derived, wrong.module) or stacks
-        )
+            raise plan_error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
+        at = wrong.module
+        near = [path for path in stacks if at and (is_inside(path, at) or is_inside(at, path))]
+        raise PlanConflict(schedule, what, near or _layers_feeding(derived, at) or _layers_of(derived, at) or stacks)
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention_heads.mark_counts_verified(schedule.mod)
@@ -389,12 +373,3 @@ def _layers_of(derived: DerivedPlan, path: str) -> list[str]:
     while not (found := [layer for layer in split if is_inside(layer, path)]) and path:
         path = path.rpartition(".")[0]
     return found
-
-
-def _relative_path(schedule: Schedule, path: str) -> str:
-    """Return a path of the root module relative to the schedule's module."""
-    return path.removeprefix(f"{schedule.path}.") if schedule.path else path
-
-
-def _error(schedule: Schedule, message: str) -> ScheduleError:
-    return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")

@@ -39,11 +39,7 @@ def apply_given_plan(schedule: Schedule, outputs: Mapping[str, str]) -> str | No
 
 
 def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: DerivedPlan) -> None:
-    """Compare the layers of a derived plan with those of a given one.
-
-    Raises:
-        PlanConflict: a layer is not split in the derived plan, or is split along another dimension.
-    """
+    """Raise ``PlanConflict`` for a layer that the derived plan leaves whole, or splits along another dimension."""
     found = {path: split.output for path, split in derived.splits.items()}
     for path, output in outputs.items():
         if found.get(path) != output:

@@ -13,11 +13,7 @@ _UNPLANNED = "the published plan of the model leaves it out"
 
 
 def split_plan_gaps(schedule: Schedule) -> None:
-    """Derive a plan for each submodule with attention and no split, and log what stays whole.
-
-    Args:
-        schedule: Schedule of the model, after the steps of its published plan.
-    """
+    """Derive a plan for each submodule with attention and no split, and log what stays whole."""
     reasons = dict[str, str]()
     if schedule.example_inputs is not None:
         for path in _attention_modules(schedule):

@@ -16,13 +16,8 @@ _MIN_LAYERS = 2
 """Least number of layers in a submodule: a column-parallel one and a row-parallel one."""
 
 
-def split_submodules(schedule: Schedule, split: Callable[[Schedule], None]) -> bool:
-    """Split the submodules of a module, each by its own plan; return whether anything is split.
-
-    Args:
-        schedule: Schedule of the module.
-        split: Derives the plan of a submodule and applies it.
-    """
+def split_submodules(schedule: Schedule, split: Callable[[Schedule], object]) -> bool:
+    """Split the submodules of a module, each by a plan that ``split`` derives and applies; return whether anything is split."""
     for path in list(_submodules(schedule.mod)):
         part = schedule[path]
         if len(layer_paths(part)) >= _MIN_LAYERS and not is_opaque(part.mod) and not _is_split(part.mod):

@@ -31,7 +31,7 @@ def without_bias(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) ->
     return forward_with(module, {"bias": None}, input, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _is(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], bool]:
+def _matcher_of(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], bool]:
     def matches(module: Any) -> bool:
         return computes_as(module, kind) and (module.__dict__["groups"] > 1) is grouped
 
@@ -41,17 +41,14 @@ def _is(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], bool]:
 def _rules(kind: type[nn.Module], dim: int, output: int) -> Iterator[ShardingRule]:
     """Yield the rules of a convolution class, for one group and for several.
 
-    Args:
-        kind: The class.
-        dim: Dimension of the channels.
-        output: Dimension of the weight's output channels if there is one group.
+    ``dim`` is the dimension of the channels, ``output`` that of the weight's output channels if there is one group.
     """
     name, counts = kind.__name__, ("in_channels", "out_channels", "groups")
     column = Cut({"weight": output, "bias": 0}, "replicated", "sharded", ("out_channels",), dim=dim)
     row = Cut({"weight": 1 - output}, "sharded", "partial", ("in_channels",), without_bias, late_bias=True, dim=dim)
-    yield ShardingRule(name, _is(kind, False), (column, row))
+    yield ShardingRule(name, _matcher_of(kind, False), (column, row))
     groups = Cut({"weight": 0, "bias": 0}, "sharded", "sharded", counts, fusable=False, dim=dim)
-    yield ShardingRule(f"grouped {name}", _is(kind, True), (groups,))
+    yield ShardingRule(f"grouped {name}", _matcher_of(kind, True), (groups,))
 
 
 RULES = [

@@ -18,7 +18,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 _WIDTHS = ("intermediate_dim", "intermediate_size")
 
 
-def _is(transposed: bool, packed: bool) -> Callable[[nn.Module], bool]:
+def _matcher_of(transposed: bool, packed: bool) -> Callable[[nn.Module], bool]:
     """Return the test for experts of one weight layout; ``packed``: gate before up, not interleaved."""
 
     def matches(module: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def _rules() -> Iterator[ShardingRule]:
             dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
             parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
             cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
-            yield ShardingRule("stack of experts", _is(transposed, packed), (cut,), _refuse)
+            yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
 
 
 RULES = tuple(_rules())

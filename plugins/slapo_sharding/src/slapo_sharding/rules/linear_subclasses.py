@@ -35,12 +35,7 @@ def computes_linear(module: nn.Linear) -> bool:
 
 
 def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the input of a call of the module's forward, whatever its name.
-
-    Raises:
-        TypeError: the call does not fit the forward.
-        ScheduleError: the call passes more than the input, which the probe does not cover.
-    """
+    """Return the input of a call, whatever its name; raise ``ScheduleError`` for more, which the probe does not cover."""
     signature = inspect.signature(type(module).forward)
     (_, x), *others = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
     for name, value in others:

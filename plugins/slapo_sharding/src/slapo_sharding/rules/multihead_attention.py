@@ -32,21 +32,21 @@ def with_local_heads(
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     if query.is_nested:
-        return _nested(module, query, need_weights, average_attn_weights)
+        return _forward_of_nested(module, query, need_weights, average_attn_weights)
     batched, swapped = query.dim() == 3, query.dim() == 3 and not module.batch_first
-    given = [x if batched else x.unsqueeze(0) for x in _swapped((query, key, value), swapped)]
-    heads = [_split_heads(x, module.head_dim) for x in _with_extra_keys(module, *_projected(module, *given))]
+    given = [x if batched else x.unsqueeze(0) for x in _batch_first((query, key, value), swapped)]
+    heads = [_split_heads(x, module.head_dim) for x in _with_extra_keys(module, *_project_inputs(module, *given))]
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(module, heads, key_padding_mask, attn_mask)
     mixed, weights = _attend(module, heads, mask, causal, need_weights)
-    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, _bias_once(module))
+    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, _bias_on_first_rank(module))
     if weights is not None:
-        weights = _of_all_heads(module, weights, average_attn_weights)
+        weights = _weights_of_all_heads(module, weights, average_attn_weights)
         weights = weights if batched else weights.squeeze(0)
     return (output.transpose(0, 1) if swapped else output if batched else output.squeeze(0)), weights
 
 
-def _swapped(values: tuple[torch.Tensor, ...], swapped: bool) -> tuple[torch.Tensor, ...]:
+def _batch_first(values: tuple[torch.Tensor, ...], swapped: bool) -> tuple[torch.Tensor, ...]:
     """Put the batch first; the same tensor stays the same."""
     if not swapped:
         return values
@@ -54,7 +54,7 @@ def _swapped(values: tuple[torch.Tensor, ...], swapped: bool) -> tuple[torch.Ten
     return tuple(made[id(x)] for x in values)
 
 
-def _projected(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _project_inputs(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     packed, bias = module.in_proj_weight, module.in_proj_bias
     if packed is not None and query is key and key is value:
         return F.linear(query, packed, bias).chunk(3, -1)
@@ -86,18 +86,18 @@ def _mask(
     query, key, _ = heads
     total: torch.Tensor | None = None
     if given is not None:
-        total = _added(given, query.dtype)
+        total = _additive_mask_of(given, query.dtype)
         if total.dim() == 3:
             total = total.reshape(-1, module.num_heads, *total.shape[1:])[:, _own_heads(module, query.shape[1])]
         else:
             total = total[None, None]
     if padding is not None:
-        added = _added(padding, query.dtype).view(len(query), 1, 1, -1)
+        added = _additive_mask_of(padding, query.dtype).view(len(query), 1, 1, -1)
         total = added if total is None else total + added
     return total if total is None else F.pad(total, (0, key.shape[2] - total.shape[-1]))
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask in the form that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
@@ -116,25 +116,25 @@ def _attend(
     return weights @ value, weights
 
 
-def _applied(module: nn.Module) -> AppliedCut:
+def _cut_of(module: nn.Module) -> AppliedCut:
     applied = applied_cut(module)
     assert applied is not None
     return applied
 
 
 def _own_heads(module: nn.Module, number: int) -> slice:
-    start = _applied(module).spec.rank * number
+    start = _cut_of(module).spec.rank * number
     return slice(start, start + number)
 
 
-def _bias_once(module: Any) -> torch.Tensor | None:
+def _bias_on_first_rank(module: Any) -> torch.Tensor | None:
     """Return the bias on the first rank, and on others zeros through which the bias gets its replicated gradient."""
     bias: torch.Tensor | None = module.out_proj.bias
-    return bias if bias is None or _applied(module).spec.rank == 0 else bias - bias.detach()
+    return bias if bias is None or _cut_of(module).spec.rank == 0 else bias - bias.detach()
 
 
-def _of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Tensor:
-    spec = _applied(module).spec
+def _weights_of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Tensor:
+    spec = _cut_of(module).spec
     if average:
         return collectives.all_reduce(weights.sum(1) / module.num_heads, spec.group)
     own = _own_heads(module, weights.shape[1])
@@ -142,7 +142,9 @@ def _of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Te
     return collectives.all_reduce(padded, spec.group)
 
 
-def _nested(module: Any, x: torch.Tensor, need_weights: bool, average: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward_of_nested(
+    module: Any, x: torch.Tensor, need_weights: bool, average: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward of a nested tensor; torch's encoders make one of padded inputs in evaluation."""
     lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
     padded = x.to_padded_tensor(0.0)
@@ -157,21 +159,8 @@ _DIMS = {
     "bias_v": 2,
     "out_proj.weight": 1,
 }
-RULES = [
-    ShardingRule(
-        "MultiheadAttention",
-        lambda module: computes_as(module, nn.MultiheadAttention),
-        (
-            Cut(
-                _DIMS,
-                "replicated",
-                "partial",
-                forward=with_local_heads,
-                fusable=False,
-                parts={"in_proj_weight": 3, "in_proj_bias": 3},
-                divided=("num_heads",),
-                draws=True,
-            ),
-        ),
-    )
-]
+_PARTS = {"in_proj_weight": 3, "in_proj_bias": 3}
+_CUT = Cut(
+    *(_DIMS, "replicated", "partial"), forward=with_local_heads, fusable=False, parts=_PARTS, divided=("num_heads",), draws=True
+)
+RULES = [ShardingRule("MultiheadAttention", lambda module: computes_as(module, nn.MultiheadAttention), (_CUT,))]

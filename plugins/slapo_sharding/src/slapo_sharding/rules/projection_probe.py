@@ -85,7 +85,7 @@ class ProjectionProbe:
     def is_needed(self) -> bool:
         """Return whether the module does more than call layers: it uses tensors of its own, or changes itself."""
         called: set[nn.Module] = set()
-        before, module = repr(_plain(self.probe)), copy.deepcopy(self.probe)
+        before, module = repr(_plain_attributes(self.probe)), copy.deepcopy(self.probe)
         for each in module.modules():
             each.register_forward_pre_hook(lambda layer, args: called.add(layer))
         found = module(self.x)
@@ -99,7 +99,7 @@ class ProjectionProbe:
                 return False
         layers = {layer for layer in called if type(layer) is nn.Linear and layer is not module}
         loose = [name for name in self.tensors if holder_of(module, name)[0] not in layers]
-        return any(self._changes_output(name) for name in loose) or repr(_plain(module)) != before
+        return any(self._changes_output(name) for name in loose) or repr(_plain_attributes(module)) != before
 
     def mixes_rows(self) -> bool:
         """Return whether a row of the output depends on other rows, as in attention."""
@@ -162,7 +162,7 @@ class ProjectionProbe:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def _run(self, x: torch.Tensor, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        module = _copied(self.probe)
+        module = _copy_sharing_memory(self.probe)
         for name, tensor in (changed or {}).items():
             _replace_tensor(module, name, tensor)
         with torch.no_grad(), given_norms(self.norms):
@@ -174,7 +174,7 @@ class ProjectionProbe:
         assert tensor is not None
         return _differs(self._run(self.x), self._run(self.x, {name: self._random_like(tensor)}))
 
-    def _halves_redrawn(self, name: str, dim: int) -> list[torch.Tensor]:
+    def _redraw_halves(self, name: str, dim: int) -> list[torch.Tensor]:
         tensor = self.tensors[name]
         half, other = tensor.shape[dim] // 2, self._random_like(tensor)
         halves = [tensor.narrow(dim, 0, half), tensor.narrow(dim, half, half)]
@@ -188,12 +188,9 @@ class ProjectionProbe:
         """Return the dimension along which each half determines one half of the output and does not change the other."""
         before, half = self._run(self.x), self.widths["sharded"] // 2
         for dim in self._even_dims(name):
-            first, second = (self._run(self.x, {name: each}) for each in self._halves_redrawn(name, dim))
-            apart = [
-                _differs(found[..., own], before[..., own])
-                for found in (first, second)
-                for own in (slice(half), slice(half, None))
-            ]
+            first, second = (self._run(self.x, {name: each}) for each in self._redraw_halves(name, dim))
+            cases = product((first, second), (slice(half), slice(half, None)))
+            apart = [_differs(found[..., own], before[..., own]) for found, own in cases]
             if apart == [True, False, False, True]:
                 return dim
         return None
@@ -205,11 +202,8 @@ class ProjectionProbe:
         given = [self.x * mask for mask in masks]
         before = [self._run(each) for each in given]
         for dim in self._even_dims(name):
-            apart = [
-                _differs(self._run(x, {name: each}), own)
-                for each in self._halves_redrawn(name, dim)
-                for x, own in zip(given, before, strict=True)
-            ]
+            cases = product(self._redraw_halves(name, dim), zip(given, before, strict=True))
+            apart = [_differs(self._run(x, {name: each}), own) for each, (x, own) in cases]
             if apart == [True, False, False, True]:
                 return dim
         return None
@@ -219,14 +213,14 @@ class ProjectionProbe:
         sizes = [self.tensors[name].shape[dim] for name, dim in cut.dims.items()] + [self.widths[cut.output]]
         shares = [number for number in self.shares if all(size % number == 0 for size in sizes)]
         cases = product({*shares[:2]}, _INPUTS, (True, False), (self.probe, self.large, self.real))
-        return bool(shares) and all(self._holds_once(cut, *case) for case in cases)
+        return bool(shares) and all(self._holds_in_case(cut, *case) for case in cases)
 
-    def _holds_once(
+    def _holds_in_case(
         self, cut: Cut, ranks: int, given: tuple[tuple[int, ...], float], training: bool, source: nn.Module
     ) -> bool:
         shape, scale = given
         x = (self._random(*shape, self.widths["partial"]) * scale).requires_grad_()
-        whole = _trained(_copied(source).train(training))
+        whole = _require_gradients(_copy_sharing_memory(source).train(training))
         out = whole(x)
         weights = self._random(*out.shape)
         wanted = _gradients(out, whole, x, weights)
@@ -254,7 +248,7 @@ class ProjectionProbe:
         return True
 
     def _part(self, cut: Cut, ranks: int, rank: int, source: nn.Module) -> nn.Module:
-        module = _copied(source)
+        module = _copy_sharing_memory(source)
         for name, dim in cut.dims.items():
             whole = tensor_of(source, name)
             assert whole is not None
@@ -263,10 +257,10 @@ class ProjectionProbe:
             setattr(module, name, self.widths[cut.output] // ranks)
         if cut.forward in _ADDING:
             module.__dict__["forward"] = types.MethodType(lambda own, x: _with_shared_term(own, x, ranks), module)
-        return _trained(module)
+        return _require_gradients(module)
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copy_sharing_memory(module: nn.Module) -> nn.Module:
     """Return a copy of the module whose parameters and buffers share memory with the module's."""
     held = {id(each): each.detach() for each in module.buffers()}
     held |= {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
@@ -281,7 +275,7 @@ def _replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         holder._buffers[own] = tensor
 
 
-def _trained(module: nn.Module) -> nn.Module:
+def _require_gradients(module: nn.Module) -> nn.Module:
     for each in module.parameters():
         each.requires_grad_(each.is_floating_point())
     return module
@@ -304,7 +298,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.allclose(one, other, rtol=0, atol=_TOLERANCE * scale)
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of all modules inside that are numbers, strings or containers."""
     kinds = (int, float, bool, str, type(None), tuple, list, dict)
     return {

@@ -33,28 +33,26 @@ class Rulebook:
 
     def find(self, module: nn.Module) -> ShardingRule | None:
         """Return the rule for a module, or None."""
-        found = self._first(module)
+        found = self._first_rule(module)
         return None if found is None else found[0]
 
-    def _first(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
+    def _first_rule(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
         """Return the first matching rule with its owner; without one, or without a right cut, a numeric probe decides."""
         if any(map(is_wrapper_subclass, module._parameters.values())):
             return None  # a tensor subclass defines itself how it is split
-        found = next(self._matching(module), None)
+        found = next(self._matching_rules(module), None)
         if found is None or not found[0].cuts:
             probed = projection_rule(module, self.ranks)
             found = found if probed is None else (probed, "slapo_sharding")
         return found
 
-    def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
+    def _matching_rules(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
-        return (
-            (restricted_rule(rule, layer, self.ranks), owner)
-            for rule, owner in self.rules
-            if _ask(rule, owner, rule.matches, layer)
-        )
+        for rule, owner in self.rules:
+            if _call_rule(rule, owner, rule.matches, layer):
+                yield restricted_rule(rule, layer, self.ranks), owner
 
-    def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
+    def cuts_between(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """Yield the cuts of a module with these layouts of input and output."""
         rule = self.find(module)
         return (cut for cut in (rule.cuts if rule is not None else ()) if (cut.input, cut.output) == (input, output))
@@ -62,24 +60,22 @@ class Rulebook:
     def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
         """Return the way to split along the width or the channels.
 
-        Args:
-            module: The layer.
-            output: ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
+        The output is ``"sharded"`` from a replicated input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
         """
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",), "kept": ("sharded",)}[output]
         made = "sharded" if output == "kept" else output
         dim = channel_dim(as_layer(module))
-        return next((cut for each in given for cut in self.ways(module, each, made) if cut.dim == dim), None)
+        return next((cut for each in given for cut in self.cuts_between(module, each, made) if cut.dim == dim), None)
 
     def is_layer(self, module: nn.Module, output: str | None = None) -> bool:
         """Return whether a module can be split to this output, see ``layer_cut``; None stands for any output."""
         ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial"), "kept": ("sharded", "sharded")}
         asked, dim = ways.values() if output is None else [ways[output]], channel_dim(as_layer(module))
-        return any(cut.dim == dim for way in asked for cut in self.ways(module, *way))
+        return any(cut.dim == dim for way in asked for cut in self.cuts_between(module, *way))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
         """Return the way to split a module with a replicated input and a partial output, such as stacked experts, or None."""
-        return next(self.ways(module, "replicated", "partial"), None)
+        return next(self.cuts_between(module, "replicated", "partial"), None)
 
     def is_table(self, module: nn.Module) -> bool:
         """Return whether a module is a lookup table whose width can be split."""
@@ -95,17 +91,17 @@ class Rulebook:
         applied = applied_cut(module)
         if applied is not None and applied.cut.dims.get(name) == dim:
             return applied.cut
-        if (found := self._first(module)) is not None:
+        if (found := self._first_rule(module)) is not None:
             return _cut(*found, module, name, dim)
         kinds = ", ".join(dict.fromkeys(rule.kind for rule, _ in self.rules))
-        raise LookupError(f"is in a {described(module)}, which no sharding rule covers; there are rules for {kinds}")
+        raise LookupError(f"is in a {describe_class(module)}, which no sharding rule covers; there are rules for {kinds}")
 
 
-def described(module: nn.Module) -> str:
+def describe_class(module: nn.Module) -> str:
     """Return the name of a module's class for errors, with its package if torch has another class of that name.
 
     Example:
-        >>> described(nn.Linear(2, 2))
+        >>> describe_class(nn.Linear(2, 2))
         'Linear'
     """
     cls = type(module)
@@ -123,12 +119,11 @@ def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int)
         held = {*module._parameters, *module._buffers}
         known = sorted({f"{name!r} along {dim}" for cut in rule.cuts for name, dim in cut.dims.items() if name in held})
         raise LookupError(f"of a {rule.kind} cannot be split along {dim}; it can split {', '.join(known)}")
-    if why := _ask(rule, owner, rule.refuse, module, cut):
+    if why := _call_rule(rule, owner, rule.refuse, module, cut):
         raise LookupError(f"cannot be split along {dim}: {why}")
     if problem := next(_misfits(cut, module), None):
-        raise PluginError(
-            f"sharding rule {rule.kind!r} of {owner} is not for this {type(module).__name__}: {problem}", owner=owner
-        )
+        what = f"sharding rule {rule.kind!r} of {owner} is not for this {type(module).__name__}"
+        raise PluginError(f"{what}: {problem}", owner=owner)
     return cut
 
 
@@ -142,7 +137,7 @@ def _misfits(cut: Cut, module: nn.Module) -> Iterator[str]:
             yield f"its attribute {name!r} is {value!r}, no number that could be divided"
 
 
-def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
+def _call_rule(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
     try:
         return question(*args)
     except Exception as error:
@@ -163,6 +158,18 @@ def rules_of(schedule: Schedule) -> Rulebook:
     if ranks not in books:
         books[ranks] = Rulebook([*reversed(_added.get(registry, {}).values()), *_load(registry)], ranks)
     return books[ranks]
+
+
+def rule_of(schedule: Schedule) -> ShardingRule | None:
+    """Return the rule by which ``shard`` splits the schedule's module, or None without one.
+
+    Args:
+        schedule: Handle of the module.
+
+    Raises:
+        PluginError: a plugin's hook fails, or a rule cannot be imported or is not one.
+    """
+    return rules_of(schedule).find(schedule.mod)
 
 
 _added: WeakKeyDictionary[Registry, dict[type[nn.Module], tuple[ShardingRule, str]]] = WeakKeyDictionary()
@@ -191,7 +198,7 @@ def _load(registry: Registry) -> Iterator[tuple[ShardingRule, str]]:
             raise PluginError(f"slapo_shard_rules of {owner} failed: {failure_reason(error)}", owner=owner) from error
         if not isinstance(given, (list, tuple)):
             raise PluginError(f"slapo_shard_rules of {owner} returned {given!r}; return a list of rules", owner=owner)
-        for rule in [rule for entry in given for rule in _imported(entry, owner)]:
+        for rule in [rule for entry in given for rule in _import_rules(entry, owner)]:
             _check(rule, owner)
             yield rule, owner
 
@@ -202,7 +209,7 @@ def _check(rule: Any, owner: str) -> None:
         raise PluginError(f"sharding rule {label} of {owner} cannot be used: {problem}", owner=owner)
 
 
-def _imported(given: Any, owner: str) -> Sequence[Any]:
+def _import_rules(given: Any, owner: str) -> Sequence[Any]:
     try:
         found = pkgutil.resolve_name(given) if isinstance(given, str) else given
     except (Exception, SystemExit) as error:
@@ -245,9 +252,9 @@ def _wrong_cut(cut: Cut) -> Iterator[str]:
 
 
 def _counts(given: Any, least: int) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and type(number) is int and number >= least for name, number in given.items()
-    )
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        return False
+    return all(type(number) is int and number >= least for number in given.values())
 
 
 def _wrong_function(what: str, given: Any, called: str, arguments: int, takes_more: bool = False) -> Iterator[str]:

@@ -61,9 +61,8 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[Metho
         if module_cls is not None:
             rule: Any = method
             if isinstance(method, type) and issubclass(method, ShardMethod):
-                rule = ShardingRule(
-                    module_cls.__name__, lambda module: computes_as(module, module_cls), method.cuts, method.refuse
-                )
+                matches = lambda module: computes_as(module, module_cls)  # noqa: E731
+                rule = ShardingRule(module_cls.__name__, matches, method.cuts, method.refuse)
             add_rule(default_registry(), module_cls, rule, f"{method.__module__}.{method.__qualname__}")
         return method
 

@@ -54,7 +54,7 @@ class Cut:
     summed: tuple[str, ...] = ()
     shown: bool = False
 
-    def main(self, module: nn.Module) -> str:
+    def main_parameter(self, module: nn.Module) -> str:
         """Return the first of these parameters that ``module`` has; the others are split with it."""
         return next(name for name in self.dims if tensor_of(module, name) is not None)
 
@@ -94,6 +94,11 @@ class AppliedCut:
     late_bias: bool = False
     asked: tuple[str, ...] = ()
     gathered: bool = False
+
+    @property
+    def returns_shard(self) -> bool:
+        """True if the module's output is sharded, and not gathered at once."""
+        return self.cut.output == "sharded" and not self.gathered
 
     @property
     def keeps_own(self) -> bool:
@@ -136,11 +141,11 @@ def split_of(module: nn.Module) -> AppliedCut | None:
 def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Return whether an unsplit module holds this shard only for a layer inside, as BERT's head holds a bias."""
     return split_of(module) is None and any(
-        split_of(inside) is not None and holds(inside, tensor) for inside in module.modules() if inside is not module
+        split_of(inside) is not None and holds_tensor(inside, tensor) for inside in module.modules() if inside is not module
     )
 
 
-def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
+def holds_tensor(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the module's own, or a child's whose weights the module's forward uses."""
     applied = applied_cut(module)
     if applied is not None and applied.cut.shown:  # its forward may use any tensor inside, and may move one while it runs

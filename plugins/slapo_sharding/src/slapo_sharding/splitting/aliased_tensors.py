@@ -15,23 +15,20 @@ _MARK = "shares memory with "
 
 def note_shared_memory(root: nn.Module) -> None:
     """Tag each parameter and buffer that shares memory with another one."""
-    for one, other in overlapping({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
+    for one, other in overlapping_pairs({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
         parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
         parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
 
 
 def check_shared_memory(root: nn.Module) -> None:
-    """Refuse trained parameters that share memory with others, because shards, stages and flat buffers are copies.
+    """Raise ``BuildError`` for trained parameters that share memory with others: shards, stages and buffers are copies.
 
-    Raises:
-        BuildError: there is one, and there are several ranks.
+    One rank makes no copies.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, parameter in root.named_parameters():
-            shared = (
-                [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)] if parameter.requires_grad else []
-            )
-            if shared:
+            shared = [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)]
+            if shared and parameter.requires_grad:
                 raise BuildError(
                     f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "
                     "make both one nn.Parameter, build without ensure_weight_tying in PEFT, or train on whole replicas, by "
@@ -39,7 +36,7 @@ def check_shared_memory(root: nn.Module) -> None:
                 )
 
 
-def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def overlapping_pairs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pairs of tensors that share memory; each tensor is compared with the next one in memory only."""
     plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided)
     found = sorted((_memory(each), id(each), each) for each in plain if each.numel() and not each.is_meta)

@@ -73,12 +73,6 @@ def head_ranges(
 ) -> tuple[shard_ranges.Ranges, ...] | None:
     """Return the ranges of each rank in the output of a projection that makes heads; None for equal parts of every block.
 
-    Args:
-        owner: The attention module.
-        child: Name of the projection.
-        blocks: Its output widths.
-        num_shards: Number of ranks.
-
     Raises:
         LookupError: heads would have to be split; its message says why.
     """
@@ -247,7 +241,7 @@ def _counted_size(owner: nn.Module) -> int | None:
 
 def _is_column(module: nn.Module) -> bool:
     applied = split_of(module)
-    return applied is not None and applied.cut.output == "sharded" and not applied.gathered
+    return applied is not None and applied.returns_shard
 
 
 def _integer(owner: nn.Module, name: str) -> int | None:

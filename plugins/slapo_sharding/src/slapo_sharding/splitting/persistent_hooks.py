@@ -95,9 +95,6 @@ class _FactsAfterLoad:
 def keep_facts(module: nn.Module) -> None:
     """Keep the facts of the module's shards when ``load_state_dict(assign=True)`` replaces them."""
     own = {**module._parameters, **module._buffers}
-    known = {
-        name: parameter_facts(tensor)
-        for name, tensor in own.items()
-        if tensor is not None and parameter_facts(tensor).spec is not None
-    }
+    facts = {name: parameter_facts(tensor) for name, tensor in own.items() if tensor is not None}
+    known = {name: each for name, each in facts.items() if each.spec is not None}
     module.register_load_state_dict_post_hook(_FactsAfterLoad(known))  # type: ignore[no-untyped-call]

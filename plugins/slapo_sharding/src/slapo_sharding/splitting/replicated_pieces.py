@@ -39,7 +39,7 @@ class PieceReductionHook:
     def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:
             return None
-        dim, places = self.spec.dim, list(self._places())
+        dim, places = self.spec.dim, list(self._piece_ranges())
         shape = [*grad.shape[:dim], self.stop - self.start, *grad.shape[dim + 1 :]]
         total = grad.new_zeros(shape)
         for own, common, size in places:
@@ -49,7 +49,7 @@ class PieceReductionHook:
             summed.narrow(dim, own, size).copy_(total.narrow(dim, common, size))
         return summed
 
-    def _places(self) -> Iterator[tuple[int, int, int]]:
+    def _piece_ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield the start on this rank, the start in the message, and the size of each piece."""
         offset = 0
         for start, stop in self.spec.ranges():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -42,23 +43,15 @@ class ShardPlanner:
         self.module, self.child = schedule.mod, schedule.name
         self.owner = parent.mod if (parent := schedule.parent) is not None else None
         names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
-        self.names = tuple(
-            each for name in names for each in (source_parameters(self.module, name) if isinstance(name, str) else [name])
-        )
-        self.axis = axis
-        self.blocks, self.copied = blocks, copied
-        self.gathered = gathered
-        self.uneven = uneven
+        sources = (source_parameters(self.module, name) if isinstance(name, str) else (name,) for name in names)
+        self.names = tuple(chain.from_iterable(sources))
+        self.axis, self.blocks, self.copied, self.gathered, self.uneven = axis, blocks, copied, gathered, uneven
         self.heads: tuple[shard_ranges.Ranges, ...] | None = None
         self.rank, self.size = schedule.rank, max(schedule.world_size, 1)
         self.group = schedule.group if self.size > 1 else None
 
     def plan(self) -> ShardStep:
-        """Return the step.
-
-        Raises:
-            ScheduleError: the step is illegal.
-        """
+        """Return the step; raise ``ScheduleError`` if it is illegal."""
         if self.rank < 0:
             raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
         if self.group is None and (processes := _unconnected_processes()) > 1:
@@ -66,7 +59,7 @@ class ShardPlanner:
                 f"this is one of {processes} processes, WORLD_SIZE says, that do not know of each other; "
                 "call torch.distributed.init_process_group() before create_schedule()"
             )
-        first, dim = self._first()
+        first, dim = self._main_parameter()
         cut = self._cut(self.module, first, dim)
         if extra := [name for name in self.names if name not in cut.dims]:
             raise self._error(f"{extra[0]!r} stays whole when {first!r} is split along {dim}; shard {first!r} alone")
@@ -89,7 +82,7 @@ class ShardPlanner:
         step.owner = owner
         return step
 
-    def _first(self) -> tuple[str, int]:
+    def _main_parameter(self) -> tuple[str, int]:
         """Return the parameter with most dimensions, which the axis is for, and the axis counted from 0."""
         if not self.names:
             raise self._error("no parameter is named; give one, e.g. 'weight'")
@@ -97,11 +90,8 @@ class ShardPlanner:
             if not isinstance(name, str):
                 raise self._error(f"{name!r} is not the name of a parameter; give one, e.g. 'weight'")
             if tensor_of(self.module, name) is None:
-                known = [
-                    name
-                    for name in (*self.module._parameters, *self.module._buffers)
-                    if tensor_of(self.module, name) is not None
-                ]
+                held = (*self.module._parameters, *self.module._buffers)
+                known = [name for name in held if tensor_of(self.module, name) is not None]
                 raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
         first = max(self.names, key=lambda name: self._tensor(name).dim())
         rank = self._tensor(first).dim()
@@ -190,7 +180,9 @@ class ShardPlanner:
                 spec = step.record.spec if is_first else self._spec(module, cut, name, tensor, sizes)
                 if shard_spec(tensor) is None:
                     step.pieces.append((module, name, tensor, spec))
-                waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
+                waiting += [
+                    (holder, self._cut(holder, other, dim)) for holder, other in self._other_holders(tensor, module, name)
+                ]
             self._check_attributes(module, cut, step.record.spec)
 
     def _check_holder(self, module: nn.Module, name: str) -> None:
@@ -208,7 +200,7 @@ class ShardPlanner:
                 kind = type(module).__name__
                 raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
 
-    def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    def _other_holders(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
         """Yield the other holders, without outer modules that hold the tensor for a layer inside (BERT's head does)."""
         own = holder_of(module, name)
         for holder, other in self.schedule.places_of(tensor, own):
@@ -279,9 +271,8 @@ class ShardPlanner:
         """Refuse user code on the module, which would see a shard, and a wrapped forward that the cut's own must replace."""
         if self.size > 1 and (own := user_code(module)):
             where = "it" if module is self.module else f"the tied {type(module).__name__}"
-            raise self._error(
-                f"{where} has a {own} of its own that would see a part only; remove it or put it on a module around"
-            )
+            what = f"{where} has a {own} of its own that would see a part only"
+            raise self._error(f"{what}; remove it or put it on a module around")
         if self.size > 1 and needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
             raise self._error("the module's forward is wrapped already; shard it before what wraps it (checkpoint, fork_rng)")
 

@@ -57,9 +57,8 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
             handle.set_parameter(name, new := local_shard(tensor, spec))
             move_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_replicated_pieces(spec) and isinstance(tensor, nn.Parameter):
-                persistent_hooks.keep_hook(
-                    schedule, handle.mod, name, reduce_replicated_pieces(handle.mod.get_parameter(name), spec)
-                )
+                hook = reduce_replicated_pieces(handle.mod.get_parameter(name), spec)
+                persistent_hooks.keep_hook(schedule, handle.mod, name, hook)
             if below:
                 persistent_hooks.keep_facts(handle.mod)
     for module, cut in step.cuts.items():

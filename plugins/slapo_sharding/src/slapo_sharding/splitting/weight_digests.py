@@ -74,14 +74,8 @@ def _digest_of_full(parameter: torch.Tensor) -> str:
     if parameter in _digests:
         shard, full = _digests[parameter]
         return str(full) if shard == _digest(parameter) else ""
-    if (
-        is_sharded(parameter)
-        or not parameter_facts(parameter).names
-        or type(parameter) is not nn.Parameter
-        or parameter.is_meta
-    ):
-        return ""
-    return _digest(parameter)
+    is_plain = type(parameter) is nn.Parameter and not parameter.is_meta and not is_sharded(parameter)
+    return _digest(parameter) if is_plain and parameter_facts(parameter).names else ""
 
 
 def _digest(x: torch.Tensor) -> str:

@@ -113,9 +113,8 @@ class _InputGradient(torch.autograd.Function):
         ctx.save_for_backward(weight, saved)
         ctx.transposed, ctx.dtype, ctx.source = transposed, x.dtype, source
         rows = F.linear(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t() if transposed else weight, bias)
-        output: torch.Tensor = torch.ops.aten._unsafe_view(
-            rows, weights.shape
-        )  # a plain view could not be changed in place by the next operation
+        # a plain view could not be changed in place by the next operation
+        output: torch.Tensor = torch.ops.aten._unsafe_view(rows, weights.shape)
         return output
 
     @staticmethod

@@ -89,9 +89,8 @@ def gather_with_overlap(x: torch.Tensor, dim: int, group: collectives.Group, siz
     overlaps = torch.is_grad_enabled() and not (torch.compiler.is_compiling() or x.is_inference())
     value = collectives.all_gather(x, dim, group, backward="reduce_scatter", size=size, split_backward=overlaps)
     if overlaps and value is not x:
-        _reductions[value] = OverlappedReduction(
-            value, x, _RegatheredInput(dim % x.dim(), group, value.size(dim)), saved_tensor_hook()
-        )
+        source = _RegatheredInput(dim % x.dim(), group, value.size(dim))
+        _reductions[value] = OverlappedReduction(value, x, source, saved_tensor_hook())
     return value
 
 

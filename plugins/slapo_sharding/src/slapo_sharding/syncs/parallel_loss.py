@@ -34,10 +34,10 @@ def plan_with_sharded_logits(schedule: Schedule, steps: dict[str, str]) -> dict[
         ScheduleError: the plan does not shard the head, or the model computes another loss.
     """
     model: Any = schedule.mod
-    head = next((path for path, module in model.named_modules() if module is _head(model)), None)
+    head = next((path for path, module in model.named_modules() if module is _output_embeddings(model)), None)
     if head is None or steps.get(head) != _STYLE:
         raise _error(schedule, f"the plan does not split the model's head as {_STYLE!r}")
-    if (found := _loss_of(model)) != _LOSS:
+    if (found := _loss_name(model)) != _LOSS:
         raise _error(schedule, f"the model's loss is {found}, not {_LOSS}")
     return {**steps, head: "colwise"}
 
@@ -45,7 +45,7 @@ def plan_with_sharded_logits(schedule: Schedule, steps: dict[str, str]) -> dict[
 def install_loss(schedule: Schedule) -> ParallelLoss | None:
     """Let a model with a sharded head compute its loss from shards, and return the loss; None on one rank."""
     model: Any = schedule.mod
-    applied = split_of(_head(model))
+    applied = split_of(_output_embeddings(model))
     if applied is None:
         return None
     loss = ParallelLoss(applied.spec)
@@ -54,11 +54,11 @@ def install_loss(schedule: Schedule) -> ParallelLoss | None:
     return loss
 
 
-def _head(model: Any) -> Any:
+def _output_embeddings(model: Any) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def _loss_of(model: Any) -> str:
+def _loss_name(model: Any) -> str:
     """Return the name of the ``loss_function`` that a model's forward calls, for messages."""
     called = getattr(getattr(inspect.unwrap(type(model).forward), "__code__", None), "co_names", ())
     if not isinstance(getattr(type(model), "loss_function", None), property) or "loss_function" not in called:
@@ -99,9 +99,8 @@ class TokenLosses(nn.Module):
     def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
         """Map ``[tokens, columns]`` and global ids to ``[tokens]`` in float32, 0 for ignored ids."""
         size = self.spec.full_shape[0] if self.spec.uneven_ranges is not None else None
-        return parallel_cross_entropy(
-            logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
-        )
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none", "vocab_size": size}
+        return parallel_cross_entropy(logits.float(), target, self.spec.group, **options)
 
 
 class ParallelLoss(nn.Module):
@@ -116,9 +115,8 @@ class ParallelLoss(nn.Module):
         self.spec = spec
         self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
-        gather = _UnevenGather(
-            "fwd_post", "all_gather", -1, spec.group, size=self._size if spec.uneven_ranges is not None else None
-        )
+        size = self._size if spec.uneven_ranges is not None else None
+        gather = _UnevenGather("fwd_post", "all_gather", -1, spec.group, size=size)
         self.whole.register_forward_hook(gather, with_kwargs=True)
         wrap_forward(self, _single_node)
 

@@ -128,7 +128,7 @@ class Sync(Hidden):
         else:
             result = self.fn(module, args, kwargs, output) if self.takes_kwargs else self.fn(module, args, output)
             output = output if result is None else result
-        return map_output(partial(self._plus_bias, module), output) if self._adds_bias(module) else output
+        return map_output(partial(self._add_bias, module), output) if self._adds_bias(module) else output
 
     def _adds_bias(self, module: nn.Module) -> bool:
         """Return whether this sync adds the bias that the module's forward leaves out: the reducing sync does."""
@@ -139,7 +139,7 @@ class Sync(Hidden):
         reducing = [hook for hook in others if hook.op in REDUCING]
         return self is (reducing or [hook for hook in others if hook.fn is not None] or [self])[0]
 
-    def _plus_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+    def _add_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the bias in the output's own dtype, which autocast may have chosen.
 
         An output that was scattered along the bias's dimension needs a shard of the bias. An output that was scattered along
@@ -239,12 +239,7 @@ def mark_gradients_verified(module: nn.Module) -> None:
 
 
 def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
-    """Return whether a sync reduces the gradient of a parameter over the group.
-
-    Args:
-        parameter: The parameter.
-        by_plan: Count only the syncs of verified plans.
-    """
+    """Return whether a sync, or with ``by_plan`` one of a verified plan, reduces a parameter's gradient over the group."""
     hooks = (parameter._backward_hooks or {}).values()
     return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
 

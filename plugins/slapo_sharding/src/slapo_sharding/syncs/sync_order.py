@@ -23,29 +23,18 @@ def off_switch(check: str) -> str:
 OFF_SWITCH = off_switch("syncs")
 
 _State = Literal["whole", "sharded", "partial"]
-_NEEDS: dict[str, _State] = {
-    "all_gather": "sharded",
-    "all_to_all": "sharded",
-    "scatter": "whole",
-    "all_reduce": "partial",
-    "reduce_scatter": "partial",
+_STATES: dict[str, tuple[_State, _State]] = {
+    "all_gather": ("sharded", "whole"),
+    "all_to_all": ("sharded", "sharded"),
+    "scatter": ("whole", "sharded"),
+    "all_reduce": ("partial", "whole"),
+    "reduce_scatter": ("partial", "sharded"),
 }
-_MAKES: dict[str, _State] = {
-    "all_gather": "whole",
-    "all_to_all": "sharded",
-    "scatter": "sharded",
-    "all_reduce": "whole",
-    "reduce_scatter": "sharded",
-}
+"""Operation to the layout that it needs, and the one that it makes."""
 
 
 def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
     """Check the layouts of a module's input and output through its syncs.
-
-    Args:
-        name: Name of the module in messages.
-        module: The module, with its hooks.
-        applied: Record of how it was sharded; None if it is replicated.
 
     Raises:
         BuildError: a sync or the module gets another layout than it needs.
@@ -65,11 +54,11 @@ def _state_after_syncs(name: str, module: nn.Module, mode: str, state: _State | 
     """Return the layout after the syncs of a mode; None if unknown."""
     side, last = "output" if mode == "fwd_post" else "input", ""
     for sync in syncs_of(module, mode):
-        needed = _NEEDS.get(sync.op)
+        needed, made = _STATES.get(sync.op, (None, None))
         if None not in (state, needed) and state != needed:
             remedy = "sync it once" if sync.op == last else "leave one of them out" if last else "leave it out, or make it so"
             after = f" after {last}" if last else ""
             wrong = f"its {side} is {state}{after}, and sync({mode!r}, {sync.op!r}) needs it {needed}"
             raise BuildError(f"{name}: {wrong}; {remedy}; {OFF_SWITCH}")
-        state, last = _MAKES.get(sync.op), sync.op
+        state, last = made, sync.op
     return state

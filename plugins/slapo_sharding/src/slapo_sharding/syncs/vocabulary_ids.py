@@ -15,11 +15,6 @@ def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any,
 
     The classic function masks the ids of other ranks and counts its own from 0. The sharded embedding takes global ids, and
     returns zeros for the ids of other ranks.
-
-    Args:
-        module: Any module.
-        given: Its positional inputs.
-        found: Result of the function for them.
     """
     applied = split_of(module)
     if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):

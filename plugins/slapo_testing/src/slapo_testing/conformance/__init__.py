@@ -1,4 +1,4 @@
-"""Conformance kit: checks that a primitive or a dialect keeps the contracts of its kind, on examples.
+"""Conformance kit: checks that a primitive, dialect, kernel or sharding rule keeps the contracts of its kind, on examples.
 
 Example:
     >>> EXAMPLES = [Example(model=lambda: nn.Linear(2, 2), inputs=(torch.randn(3, 2),), changes=("requires_grad",))]
@@ -20,17 +20,25 @@ from __future__ import annotations
 
 from .checks import Check, check_dialect, check_primitive, dialect_checks, primitive_checks
 from .examples.case import ConformanceError
-from .examples.examples import EngineExample, Example, Refused, RefusedOption
+from .examples.examples import EngineExample, Example, KernelExample, Refused, RefusedOption, RuleExample
+from .kernels import check_kernel, kernel_checks
+from .sharding_rules import check_sharding_rule, sharding_rule_checks
 
 __all__ = [
     "Check",
     "ConformanceError",
     "EngineExample",
     "Example",
+    "KernelExample",
     "Refused",
     "RefusedOption",
+    "RuleExample",
     "check_dialect",
+    "check_kernel",
     "check_primitive",
+    "check_sharding_rule",
     "dialect_checks",
+    "kernel_checks",
     "primitive_checks",
+    "sharding_rule_checks",
 ]

@@ -1,4 +1,4 @@
-"""Checks of a primitive or a dialect, for pytest one at a time, or all at once."""
+"""Checks of one kind, for pytest one at a time, or all at once; those of primitives and dialects."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from slapo_core import SlapoError
 
-from ..workers.job_transport import FunctionRef, unpickled
+from ..workers.job_transport import FunctionRef, unpickle
 from ..workers.pool import DistributedError, run_distributed
 from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
-from .examples.examples import EngineExample, Example
+from .examples.examples import EngineExample, Example, KernelExample, RuleExample
 from .examples.validation import check_examples_list
 from .numeric_checks import composition, precision
 from .numeric_checks.numerics import numerics
@@ -69,7 +69,7 @@ class Check:
     """One check. Call it to run it.
 
     Args:
-        owner: Name of the primitive or dialect.
+        owner: Name of the primitive, dialect, kernel or sharding rule.
         name: Name of the check.
         example: Its example; None for checks of the registration.
         run: Function that raises ``ConformanceError``.
@@ -77,8 +77,8 @@ class Check:
 
     owner: str
     name: str
-    example: Example | EngineExample | None
-    run: Callable[[], None]
+    example: Example | EngineExample | KernelExample | RuleExample | None
+    run: Callable[[], object]
 
     def __call__(self) -> None:
         """Run the check.
@@ -179,19 +179,19 @@ def run_all(checks: Iterable[Check]) -> None:
 def _registration_checks(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
     plugins = examples[0].plugins if examples else ()
 
-    def made(check: Callable[..., None], *more: Any) -> Callable[[], None]:
+    def bind_check(check: Callable[..., None], *more: Any) -> Callable[[], None]:
         return lambda: check(registry_of(plugins), kind, name, *more)
 
-    known = Check(name, "registered", None, made(check_registered))
+    known = Check(name, "registered", None, bind_check(check_registered))
     try:
         registry_of(plugins).get(kind, name)
     except Exception:  # of which that check tells, and there is nothing to run the others on
         return [known]
     return [
         known,
-        Check(name, "documented", None, made(check_documented)),
-        Check(name, "lazy", None, made(check_lazy_import)),
-        Check(name, "examples", None, made(check_has_examples, examples)),
+        Check(name, "documented", None, bind_check(check_documented)),
+        Check(name, "lazy", None, bind_check(check_lazy_import)),
+        Check(name, "examples", None, bind_check(check_has_examples, examples)),
     ]
 
 
@@ -214,7 +214,7 @@ def on_ranks(fn: Callable[..., None], ranks: int, model: Callable[..., Any], *ar
 
 def _run_payload(rank: int, author: FunctionRef, fn: FunctionRef, payload: bytes) -> None:
     author.load()
-    fn.load()(*unpickled(payload))
+    fn.load()(*unpickle(payload))
 
 
 def _run_here(check: str, name: str, example: Example) -> None:

@@ -26,11 +26,7 @@ _RUNNING = 1 << 16
 
 
 class ForkServer:
-    """Client of the fork server process.
-
-    Args:
-        modules: Names of modules that the server imports besides torch; those that are not installed are skipped.
-    """
+    """Client of the fork server process, which imports torch, and of ``modules`` those that are installed."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self._control, remote = socket.socketpair()
@@ -53,13 +49,13 @@ class ForkServer:
             OSError: the server has ended, or does not answer.
         """
         socket.send_fds(self._control, [_MESSAGE.pack(_FORK, 0)], [stdin, jobs, dump])
-        return ForkedProcess(self, self._answer()[0])
+        return ForkedProcess(self, self._receive_reply()[0])
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a worker, negative for a signal; None while it runs."""
         try:
             self._control.sendall(_MESSAGE.pack(_WAIT, pid))
-            code = self._answer()[1]
+            code = self._receive_reply()[1]
         except OSError:  # the server has ended, which alone could know the code
             self.close()
             with suppress(ProcessLookupError):
@@ -69,11 +65,9 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Return True while the server runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -82,7 +76,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> tuple[int, int]:
+    def _receive_reply(self) -> tuple[int, int]:
         message = self._control.recv(_MESSAGE.size, socket.MSG_WAITALL)
         if len(message) < _MESSAGE.size:
             raise ConnectionResetError("the process that forks workers has ended")
@@ -117,22 +111,15 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process if it runs."""
         self.send_signal(signal.SIGKILL)
 
 
 def main(control_fd: int, modules: Sequence[str]) -> None:
-    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes.
-
-    Args:
-        control_fd: Socket of the requests.
-        modules: Names of further modules to import.
-    """
+    """Import the modules that workers need, then serve requests to fork or to poll a worker, until the other end closes."""
     from . import worker_process  # noqa: PLC0415  the process that asks needs none of it
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
@@ -153,13 +140,13 @@ def main(control_fd: int, modules: Sequence[str]) -> None:
             code = os.waitstatus_to_exitcode(status) if done else _RUNNING
         elif (pid := os.fork()) == 0:
             control.close()
-            _work(worker_process.main, *fds)
+            _run_worker(worker_process.main, *fds)
         for fd in fds:
             os.close(fd)
         control.sendall(_MESSAGE.pack(pid, code))
 
 
-def _work(serve: Callable[[int, int], None], stdin: int, jobs: int, dump: int) -> NoReturn:
+def _run_worker(serve: Callable[[int, int], None], stdin: int, jobs: int, dump: int) -> NoReturn:
     """Run the worker in the forked process."""
     try:
         os.dup2(stdin, 0)

@@ -48,7 +48,6 @@ class FunctionRef:
         return cls(module.__name__, file, qualname)
 
     def load(self) -> Callable[..., Any]:
-        """Return the function in this process."""
         found: Any = load_module(self.module, self.file)
         for part in self.qualname.split("."):
             found = getattr(found, part)
@@ -124,8 +123,7 @@ class Job:
     cleanup: FunctionRef | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the positional arguments after the rank."""
-        return unpickled(self.payload)  # type: ignore[no-any-return]
+        return unpickle(self.payload)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -140,17 +138,17 @@ class Report:
     body: bytes = b""
 
 
-def unpickled(data: bytes) -> Any:
+def unpickle(data: bytes) -> Any:
     """Return the value that the other end of the socket pair sent."""
     return pickle.loads(data)  # noqa: S301  both ends are processes of this test run
 
 
-def detached(value: Any) -> Any:
+def detach_copy(value: Any) -> Any:
     """Return ``value`` with every tensor in dicts, lists and tuples copied, without its graph and the rest of its storage."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
-        return {key: detached(item) for key, item in value.items()}
+        return {key: detach_copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(detached(item) for item in value)
+        return type(value)(detach_copy(item) for item in value)
     return value

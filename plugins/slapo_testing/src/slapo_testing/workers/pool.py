@@ -23,7 +23,7 @@ from typing import IO, Any
 from slapo_core import SlapoError
 
 from .fork_server import ForkServer
-from .job_transport import FunctionRef, Job, Report, unpickled
+from .job_transport import FunctionRef, Job, Report, unpickle
 
 MAX_WORKERS = 4
 """Size of the pool; importing torch costs seconds and some hundred MiB per worker."""
@@ -168,7 +168,7 @@ class _Rank:
             self.idle = True
             return
         self.done, self.when = True, report.when
-        body = unpickled(report.body)
+        body = unpickle(report.body)
         if report.kind == "error":
             self.error = body
         else:
@@ -181,7 +181,7 @@ class _Rank:
             with suppress(BrokenPipeError):  # it died meanwhile, which the next wait finds out
                 self.worker.jobs.send_bytes(b"release")
 
-    def died(self) -> None:
+    def record_exit(self) -> None:
         """Record why the process ended. Sorts before the errors that this causes on other ranks."""
         try:
             code = self.worker.process.wait(_GRACE_SECONDS)
@@ -279,9 +279,9 @@ class _Pool:
 def _receive(rank: _Rank) -> None:
     connection: Connection[Any, Any] = rank.worker.jobs
     try:
-        rank.take(unpickled(connection.recv_bytes()))
+        rank.take(unpickle(connection.recv_bytes()))
     except (EOFError, ConnectionResetError):
-        rank.died()
+        rank.record_exit()
 
 
 def _raise_first(ranks: Sequence[_Rank], timeout: float) -> None:

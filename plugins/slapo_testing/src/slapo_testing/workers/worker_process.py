@@ -21,7 +21,7 @@ import torch.distributed.nn.functional  # its functions default to the world of 
 
 from slapo_core import get_cuda_rng_tracker
 
-from .job_transport import Job, Report, detached, unpickled
+from .job_transport import Job, Report, detach_copy, unpickle
 
 _NEW_THREADS, _MOST_THREADS = 24, 72
 
@@ -29,9 +29,7 @@ _NEW_THREADS, _MOST_THREADS = 24, 72
 def main(job_fd: int, dump_fd: int) -> None:
     """Serve jobs until the other end of standard input closes, which the test process holds while it lives.
 
-    Args:
-        job_fd: Socket of jobs and reports.
-        dump_fd: File for the stacks of a crash, or of a stuck rank (signal USR1).
+    ``dump_fd`` is the file for the stacks of a crash, or of a stuck rank (signal USR1).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then lets go of us
     faulthandler.enable(dump_fd)
@@ -43,7 +41,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
-            job = unpickled(jobs.recv_bytes())
+            job = unpickle(jobs.recv_bytes())
         except EOFError:
             os._exit(0)
         _serve(jobs, job, leftovers)
@@ -63,10 +61,11 @@ def _serve(jobs: Connection, job: Job, leftovers: _GarbageCollection) -> None:
         joining = True
         _join(job)
         joining = False
-        body = pickle.dumps(detached(fn(job.rank, *arguments)))
+        body = pickle.dumps(detach_copy(fn(job.rank, *arguments)))
         report = Report(job.number, "result", time.monotonic(), body)
     except BaseException as err:  # whatever it is, the test process has to hear of it
-        report = Report(job.number, "error", time.monotonic(), pickle.dumps((_headline(err), _format(err))))
+        headline = "".join(traceback.format_exception_only(err)).strip()
+        report = Report(job.number, "error", time.monotonic(), pickle.dumps((headline, _format(err))))
     jobs.send_bytes(pickle.dumps(report))
     try:
         jobs.recv_bytes()  # leaving the group while others still join it, or read from us, would fail them
@@ -138,10 +137,6 @@ def _join(job: Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout + 60),  # the pool's own limit comes first and says more
     )
-
-
-def _headline(err: BaseException) -> str:
-    return "".join(traceback.format_exception_only(err)).strip()
 
 
 def _format(err: BaseException) -> str:

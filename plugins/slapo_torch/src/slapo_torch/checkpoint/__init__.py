@@ -1,7 +1,7 @@
 """Saving and loading of a ``TorchEngine``, exactly on the same layout and with the same losses on any other.
 
 ``saver`` writes and ``loader`` reads; the other modules collect and restore model state, extra state of modules, and
-optimizer state. An engine's ``Trained`` enters; a checkpoint folder of ``slapo_training.checkpoint`` or the loaded
+optimizer state. An engine's ``CheckpointState`` enters; a checkpoint folder of ``slapo_training.checkpoint`` or the loaded
 state leaves. It may import ``slapo_core``, ``slapo_tracing``, ``slapo_training``, ``step`` and ``fsdp``.
 
 Optimizer state with one value per parameter element is stored like the parameter. Scalars, parameter groups and the

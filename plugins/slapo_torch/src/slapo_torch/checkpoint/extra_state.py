@@ -32,11 +32,7 @@ def modules_run(model: nn.Module, stages: nn.Module) -> set[str]:
 
 
 def merge(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
-    """Return the extra state of each module, from the first rank that runs the module.
-
-    Args:
-        ranks: ``collect`` and ``modules_run`` of the ranks of one pipeline.
-    """
+    """Return the extra state of each module, from the first rank of one pipeline that runs the module."""
     found: dict[str, Any] = {}
     for is_run in (True, False):
         for states, paths in ranks:
@@ -50,9 +46,7 @@ def state_for_rank(own: Mapping[str, Any], foreign: Collection[str], merged: Map
     """Return a rank's extra state on the same layout: its own, or the merged state of modules that other ranks ran.
 
     Args:
-        own: Saved state of this rank.
         foreign: Paths of modules that this rank runs now and other ranks ran before.
-        merged: State that is stored once.
     """
     return {path: state if path in foreign else own[path] for path, state in merged.items()}
 
@@ -69,7 +63,6 @@ def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def restore(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
-    """Restore the extra state of each module."""
     for path, module in _modules_with_extra_state(model).items():
         now = module.get_extra_state
         loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]

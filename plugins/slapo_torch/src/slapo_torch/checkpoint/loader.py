@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Position:
-    """Load this rank's part of a checkpoint. Collective.
+    """Load this rank's part of a checkpoint; return the position of training. Collective.
 
     Nothing changes before all ranks have checked that the checkpoint fits.
-
-    Returns:
-        Position of training.
 
     Raises:
         BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
@@ -44,7 +41,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
     )
     checkpoint = folder.open_checkpoint(path, TARGET, ranks)
     reading = _CheckpointLoad(state, ranks, checkpoint)
-    with folder.reading(checkpoint):
+    with folder.read_context(checkpoint):
         folder.verify(checkpoint, ranks)
         ranks.run_on_all(reading.open)
         reading.check_names()
@@ -63,16 +60,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: CheckpointState) -> Pos
 
 
 class _CheckpointLoad:
-    """One load of a checkpoint on this rank. Methods are called in their order here.
-
-    Args:
-        state: Objects whose state is loaded.
-        ranks: All ranks.
-        checkpoint: The checkpoint.
-
-    Attributes:
-        common: State that is stored once.
-    """
+    """One load of a checkpoint on this rank. Methods are called in their order here."""
 
     def __init__(self, state: CheckpointState, ranks: Ranks, checkpoint: Checkpoint) -> None:
         self._state, self._ranks, self._data = state, ranks, checkpoint.data
@@ -118,10 +106,7 @@ class _CheckpointLoad:
             raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
 
     def check(self, groups: list[dict[str, list[dict[str, Any]]]]) -> None:
-        """Select the state that this rank loads.
-
-        Args:
-            groups: Parameter groups of the optimizers of all ranks.
+        """Select the state that this rank loads, given the parameter groups of the optimizers of all ranks.
 
         Raises:
             BuildError: the state does not fit.

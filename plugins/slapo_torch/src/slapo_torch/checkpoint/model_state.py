@@ -31,12 +31,7 @@ def master_values(module: nn.Module) -> Iterator[MasterValue]:
 
 
 def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
-    """Return this rank's piece of a full tensor.
-
-    Args:
-        tensor: Parameter or buffer, which has the sharding.
-        value: The tensor itself, or per-element optimizer state of it.
-    """
+    """Return this rank's piece of a full tensor: of a parameter or buffer, or of per-element optimizer state of it."""
     spec = replica_spec(tensor)
     if spec is None:
         return piece_of(value, shard_spec(tensor))
@@ -52,12 +47,7 @@ def parameter_layout(program: Program, module: nn.Module) -> ParameterLayout:
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
-    """Describe the tensors that have another shape or dtype in a checkpoint.
-
-    Args:
-        pieces: This rank's pieces.
-        saved: Shape and dtype of each saved tensor, by name.
-    """
+    """Describe the tensors that have another shape or dtype in a checkpoint."""
     for name in pieces.keys() & saved.keys():
         held = pieces[name]
         there, here = (f"shape {shape} and type {kind}" for shape, kind in (saved[name], (held.full_shape, held.tensor.dtype)))

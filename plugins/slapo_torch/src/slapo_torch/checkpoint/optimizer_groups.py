@@ -7,7 +7,7 @@ loading rank must share a group in both or in neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,25 +21,8 @@ SAME_LAYOUT = "load it on the same layout"
 _ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
-class MatchedGroups(NamedTuple):
-    """Saved options for this rank's groups.
-
-    Args:
-        options: Options of each group.
-        source: Index of the saved rank whose groups had the same options in the same order; None if there is none.
-    """
-
-    options: list[dict[str, Any]]
-    source: int | None
-
-
 def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer.
-
-    Args:
-        optimizer: This rank's optimizer.
-        names: Original names of the parameters of each group.
-    """
+    """Return the parameter groups of this rank's optimizer, given the original names of the parameters of each group."""
     return [
         {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
         for group, own in zip(optimizer.param_groups, names, strict=True)
@@ -47,11 +30,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Sequence[list[str]]) -> l
 
 
 def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer of other parameters.
-
-    Args:
-        own: Groups of all ranks.
-        saved: Groups of all saved ranks.
+    """Refuse an optimizer of other parameters, given the groups of all ranks and of all saved ranks.
 
     Raises:
         BuildError: a parameter is in the groups of one side only.
@@ -63,11 +42,7 @@ def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
 
 
 def check_same(own: Groups, saved: Sequence[Groups]) -> None:
-    """Refuse an optimizer that groups parameters differently.
-
-    Args:
-        own: Groups of this rank.
-        saved: Groups of all saved ranks.
+    """Refuse an optimizer that groups parameters differently, given the groups of this rank and of all saved ranks.
 
     Raises:
         BuildError: two parameters share a group on one side only.
@@ -86,13 +61,11 @@ def check_same(own: Groups, saved: Sequence[Groups]) -> None:
                     )
 
 
-def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> MatchedGroups:
-    """Return the saved options for this rank's groups, after ``check_names`` and ``check_same``.
+def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the saved options for this rank's groups, and the saved rank with these groups, or None.
 
-    Args:
-        own: Groups of this rank.
-        saved: Groups of all saved ranks.
-        depends_on_group_order: True with a learning-rate schedule, whose state has one entry per group.
+    Call it after ``check_names`` and ``check_same``. A learning-rate schedule depends on the order of groups, as its state
+    has one entry per group.
 
     Raises:
         BuildError: saved ranks had different options for parameters of one group; or no saved rank had the groups that the
@@ -113,9 +86,7 @@ def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: b
             f"build with the same groups in the same order, or {SAME_LAYOUT}"
         )
     left = own if source is None else saved[source]
-    return MatchedGroups(
-        [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
-    )
+    return [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
 
 
 def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
@@ -135,7 +106,6 @@ def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]])
 
 
 def _group_indices(groups: Groups) -> dict[str, int]:
-    """Return the index of each parameter's group, by name."""
     return {name: number for number, group in enumerate(groups) for name in group["params"]}
 
 

@@ -51,7 +51,6 @@ def select_state(
     """Return the state that an optimizer loads.
 
     Args:
-        named: An optimizer of this rank.
         everyone: ``groups`` of all ranks.
         saved: Result of ``merge``; None if no optimizer was saved.
         own: ``OptimizerState.own`` of the saved rank with the same shards of parameters; None if shards differ.
@@ -101,12 +100,7 @@ def tensors_to_read(
 
 
 def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse state of other shards than this rank's.
-
-    Args:
-        named: An optimizer of this rank.
-        state: State of each parameter that is stored once.
-        parts: State of other shapes that fits this rank's shards.
+    """Refuse state of other shards than this rank's; ``parts`` is state of other shapes that fits this rank's shards.
 
     Raises:
         BuildError: a parameter needs such state.
@@ -137,7 +131,7 @@ def restore(
             single = selected.numbers.get(name, {}).items()
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
             parts = {key: selected.parts[name][key] for key in kept["parts"]}
-            state[index[name]] = named.taken(name, tensors, {**numbers, **kept["values"], **parts})
+            state[index[name]] = named.loadable_state(name, tensors, {**numbers, **kept["values"], **parts})
     for name in named.elsewhere:
         if marks := named.optimizer.state.get(named.known[name]):
             state[index[name]] = dict(marks)

@@ -38,13 +38,7 @@ class OptimizerState(NamedTuple):
 
 
 def key_of(name: str, key: Any, path: str = "") -> str:
-    """Return the unique name of a state tensor in the checkpoint.
-
-    Args:
-        name: Name of the parameter.
-        key: The optimizer's key of the state.
-        path: Path of a nested optimizer within the rank's optimizer.
-    """
+    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of a nested optimizer."""
     return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 
@@ -122,7 +116,6 @@ def merge(
     Args:
         ranks: ``OptimizerState.own`` and ``OptimizerState.once`` of each pipeline rank.
         owners: The same of other ranks that own whole tensors.
-        everyone: ``digests`` of all ranks.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:
@@ -176,5 +169,4 @@ def _is_scalar(value: Any) -> bool:
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

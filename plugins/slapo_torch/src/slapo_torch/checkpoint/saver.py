@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training.checkpoint import Buffers, CheckpointWriter, SaveHandle, Saver, digest, rng_state
+from slapo_training.checkpoint import Buffers, CheckpointWriter, Saver, digest, rng_state
 from slapo_training.distributed import Ranks
 from slapo_training.ema import AverageList
 from slapo_training.engines import Position, bytes_of
@@ -35,15 +35,7 @@ MODEL = "model."
 
 
 class CheckpointState(NamedTuple):
-    """Objects of an engine whose state is saved and loaded.
-
-    Args:
-        program: The program.
-        module: This rank's stages.
-        optimizer: This rank's optimizer, or None.
-        progress: Learning-rate schedule, loss scale and number of labels.
-        averages: Averages of the weights.
-    """
+    """Objects of an engine whose state is saved and loaded."""
 
     program: Program
     module: nn.Module
@@ -57,23 +49,11 @@ class TorchSaver(Saver):
 
     _files: TensorFiles | None = None
 
-    def save(self, path: str | os.PathLike[str], state: CheckpointState, position: Position, waits: bool) -> SaveHandle:
-        """Write a checkpoint. Collective; see ``Saver.write``.
-
-        Args:
-            path: Folder, the same on every rank.
-            state: Objects whose state is saved.
-            position: Position of training.
-            waits: True to return after the write, False to return once all data is copied.
-        """
-        return self.write(lambda ranks, copies: self._prepared(path, state, position, ranks, copies), waits)
-
     def close(self) -> None:
-        """Wait for the last write, and free what background writes need."""
         self._files = None
         super().close()
 
-    def _prepared(
+    def prepare_save(
         self, path: str | os.PathLike[str], state: CheckpointState, position: Position, ranks: Ranks, copies: Buffers | None
     ) -> Callable[[Ranks], None]:
         """Return a function that writes the checkpoint of the engine as it is now, given the ranks to use. Collective."""
@@ -111,14 +91,14 @@ class TorchSaver(Saver):
                 {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
                 kept if is_owner else None,
                 digest(_digests(place["optimizer"])),
-                CheckpointWriter.proposed(path, TARGET),
+                CheckpointWriter.propose(path, TARGET),
                 position.words(),
                 self._files is not None and self._files.fits(pieces),
             )
 
         everyone: list[_Announcement] = ranks.run_on_all(collect)
         stages = [each.stage for each in everyone if each.stage is not None]
-        writing = CheckpointWriter.agreed([each.writing for each in everyone], TARGET)
+        writing = CheckpointWriter.from_proposals([each.writing for each in everyone], TARGET)
         position.check_same(each.position for each in everyone)
         owners = [each.owner for each in everyone if each.owner is not None]
         digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
@@ -141,8 +121,8 @@ class TorchSaver(Saver):
         else:
             self._files = TensorFiles(pieces, ranks, copies)
         tensors = self._files
-        put_averages = state.averages.prepared(ranks, copies is not None)
-        about = {"layout": layout_of(program), **state.averages.about()}
+        put_averages = state.averages.prepare_save(ranks, copies is not None)
+        about = {"layout": layout_of(program), **state.averages.manifest_facts()}
 
         def write(meeting: Ranks) -> None:
             def put() -> None:

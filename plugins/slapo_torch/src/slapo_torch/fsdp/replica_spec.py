@@ -31,12 +31,9 @@ class ReplicaSpec(ShardSpec):
 
     @classmethod
     def of(cls, parameter: torch.Tensor, replicas: dist.ProcessGroup, everyone: dist.ProcessGroup | None) -> ReplicaSpec:
-        """Return the spec of this rank's rows of a replica's parameter.
+        """Return the spec of this rank's rows of a replica's parameter, before it is sharded over ``replicas``.
 
-        Args:
-            parameter: The parameter before it is sharded over replicas.
-            replicas: Process group of the data-parallel ranks.
-            everyone: Process group of the data-parallel and tensor-parallel ranks, row-major; None without these.
+        ``everyone`` are the data-parallel and tensor-parallel ranks, row-major; None without the latter.
         """
         inner = shard_spec(parameter)
         rank, size, shape = replicas.rank(), replicas.size(), tuple(parameter.shape)
@@ -55,7 +52,6 @@ class ReplicaSpec(ShardSpec):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each rank."""
         return tuple(stop - start for start, stop in map(self.rows, range(self.num_shards)))
 
     def replica_rows(self, rank: int | None = None) -> int:
@@ -72,7 +68,6 @@ class ReplicaSpec(ShardSpec):
         return start, min(start + step, rows)
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return the ranges of the full tensor along ``dim`` that a rank holds."""
         if self.parts > 1:
             raise BuildError("rows of a tensor-parallel part are no ranges of the full tensor; use local() and assemble()")
         return [self.rows(rank)]
@@ -89,7 +84,6 @@ class ReplicaSpec(ShardSpec):
         return shard if len(kept) == stop - start else shard.index_select(0, kept.to(shard.device))
 
     def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor."""
         rank = self.rank if rank is None else rank
         if self.parts > 1:
             assert self.inner is not None

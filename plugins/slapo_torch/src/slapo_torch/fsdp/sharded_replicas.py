@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,15 +11,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slapo_core import BuildError, Program, get_logger, successor
-from slapo_training.distributed import new_group
+from slapo_training.distributed import stage_group
 from slapo_training.model import StateSnapshot
 
 from ..gradients.reduction import average_gradients
 from .unit import REMEDY, ShardedParameter, Unit
 from .unit_runtime import UnitRuntime
 from .wrap_policy import assign_parameters, can_shard, is_empty_on_a_rank, unit_paths
-
-_dp_tp_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class FSDPReplicas:
@@ -75,11 +72,7 @@ class FSDPReplicas:
         self._guard: RemovableHandle | None = None
 
     def install_shards(self, groups: Iterable[dict[str, Any]] = ()) -> None:
-        """Install this rank's rows in the model.
-
-        Args:
-            groups: Parameter groups of an optimizer of the old parameters; the rows replace them.
-        """
+        """Install this rank's rows in the model, and in the parameter groups of an optimizer of the old parameters."""
         self._has_begun, replaced, root = True, self._replaced, self._program.module
         self._find_owners(self._own, replaced)
         self._install("local")
@@ -107,7 +100,9 @@ class FSDPReplicas:
         for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
-                each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
+                each.local = cast(
+                    nn.Parameter, successor(each.gathered_parameter(), each.gathered_parameter().detach().clone())
+                )
             unit.free("local")
         if self.unit_runtime is not None:
             self.unit_runtime.close()
@@ -116,7 +111,6 @@ class FSDPReplicas:
 
     @property
     def members(self) -> list[ShardedParameter]:
-        """All sharded parameters."""
         return [each for unit in self._units for each in unit.members]
 
     # ---- the model's tables
@@ -152,13 +146,10 @@ class FSDPReplicas:
     # ---- a step
 
     def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
-        """Gather parameters and run the model. Collective over the replicas.
+        """Gather parameters and run the model by ``work``. Collective over the replicas.
 
-        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered.
-
-        Args:
-            work: Function that runs the model; it raises the same error on all ranks.
-            training: True for a training step.
+        Without ``fsdp_units``, a first run that does not run the units in order is repeated with all units gathered. ``work``
+        raises the same error on all ranks.
         """
         is_first = self.unit_runtime is not None and not self._has_patterns and training not in self._ordered
         state = StateSnapshot(self._program.module.modules()) if is_first else None
@@ -200,7 +191,9 @@ class FSDPReplicas:
         """End a step without gradients: install this rank's rows."""
         self._is_running = False
         for each in self.members:
-            each.drop_gradients()
+            each.sharded.grad = None
+            if each.whole is not None:
+                each.whole.grad = None
         for unit in self._units:
             unit.free("local")
 
@@ -211,15 +204,14 @@ class FSDPReplicas:
             each.record_use()
         return sum(not each.is_used for each in trained)
 
-    def used(self) -> set[int]:
+    def used_ids(self) -> set[int]:
         """Return the ids of parameters with a gradient on this rank at the last ``num_unused``."""
         return {id(each.local) for each in self.members if each.is_used}
 
     def reduce(self, some_unused: bool) -> None:
         """End a step: reduce-scatter mean gradients to the rows, and install these. Collective over the replicas.
 
-        Args:
-            some_unused: True if a replica has parameters without a gradient; parameters that no replica used keep None.
+        With ``some_unused`` a replica has parameters without a gradient; those that no replica used keep None.
         """
         self._is_running = False
         for unit in self._step_units:
@@ -252,9 +244,4 @@ def _dp_tp_group(program: Program) -> dist.ProcessGroup | None:
             raise BuildError(
                 f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
             )
-    replicas = mesh["dp"].get_group()
-    if (group := _dp_tp_groups.get(replicas)) is None:
-        names = [*(mesh.mesh_dim_names or ())]
-        by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
-        group = _dp_tp_groups[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
-    return group
+    return stage_group(program)

@@ -27,8 +27,7 @@ class FreedParameter(torch.Tensor):
     """Stand-in for a parameter while its unit does not run; has the full shape and dtype, and raises if it is read."""
 
     @staticmethod
-    def like(parameter: torch.Tensor) -> FreedParameter:
-        """Return a stand-in for a parameter."""
+    def stand_in_of(parameter: torch.Tensor) -> FreedParameter:
         made: FreedParameter = torch.Tensor._make_wrapper_subclass(
             FreedParameter,
             parameter.shape,
@@ -49,8 +48,6 @@ class ShardedParameter:
     """One parameter that FSDP2 shards, in the forms that the model holds at different times.
 
     Args:
-        holder: Module that holds the parameter for FSDP2.
-        key: Name of the parameter in ``holder``.
         sharded: The rows that FSDP2 keeps between steps.
         local: Plain tensor with facts on the memory of ``sharded``; in the model between steps, and stepped by the optimizer.
         full_attributes: Tensor attributes of the full parameter, of which ``local`` has rows.
@@ -68,7 +65,7 @@ class ShardedParameter:
     whole: nn.Parameter | None = None
     is_used: bool = False
 
-    def gathered(self) -> nn.Parameter:
+    def gathered_parameter(self) -> nn.Parameter:
         """Return the gathered parameter, with the facts and hooks from before it was sharded."""
         if self.whole is None:
             self.whole = self.holder._parameters[self.key]
@@ -86,7 +83,6 @@ class ShardedParameter:
                 setattr(self.whole, table, hooks)
 
     def record_use(self) -> None:
-        """Record whether the parameter has a gradient now."""
         self.is_used = self.is_used or (self.whole is not None and self.whole.grad is not None)
 
     def begin(self) -> None:
@@ -105,12 +101,6 @@ class ShardedParameter:
             assert isinstance(found, DTensor)
             with torch.no_grad():
                 self.local.grad = found.to_local()
-
-    def drop_gradients(self) -> None:
-        """Drop gradients of a failed step."""
-        self.sharded.grad = None
-        if self.whole is not None:
-            self.whole.grad = None
 
 
 class _ParameterHolder(nn.Module):
@@ -132,11 +122,9 @@ class Unit:
     Args:
         path: Path of the unit's module; empty for parameters of no unit or of several units.
         parameters: This rank's parameters, which the model still holds.
-        mesh: Mesh with an axis ``dp``.
         everyone: Process group of data-parallel and tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
-        members: Parameters of the unit, in order.
         owners: Modules and names under which the model holds each parameter.
     """
 
@@ -169,18 +157,17 @@ class Unit:
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
                 full_attributes = shard_attributes(local, old.shape, 0, spec.cut)
-                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.like(old)))
+                made.append(ShardedParameter(holder, key, sharded, local, full_attributes, FreedParameter.stand_in_of(old)))
         return made
 
     @property
     def is_trained(self) -> bool:
-        """True if some parameter is trainable."""
         return any(each.local.requires_grad for each in self.members)
 
     def install(self, form: str) -> None:
         """Install a form of each parameter in the model: ``"whole"``, ``"freed"`` or ``"local"``."""
         for module, name, each in self.owners:
-            parameter = each.gathered() if form == "whole" else getattr(each, form)
+            parameter = each.gathered_parameter() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
             else:  # recurrent layers keep their own list of weights
@@ -211,11 +198,7 @@ class Unit:
         self.install(form)
 
     def reduce(self, form: str) -> None:
-        """Reduce-scatter gradients to their means over replicas, and free. Collective over the replicas.
-
-        Args:
-            form: Form that ``free`` installs.
-        """
+        """Reduce-scatter gradients to their means over replicas, and ``free`` to ``form``. Collective over the replicas."""
         for each in self.members:
             each.record_use()
         for holder in self._holders:

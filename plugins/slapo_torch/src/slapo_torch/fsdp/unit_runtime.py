@@ -27,7 +27,6 @@ class UnitRuntime:
     error. So a unit may run once in a forward only, in the order of the model.
 
     Args:
-        root: The model.
         units: Units in the order of the model.
         is_observed: True if first-run checks read all parameters in the first forward; it then gathers all units.
 
@@ -54,7 +53,6 @@ class UnitRuntime:
             self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

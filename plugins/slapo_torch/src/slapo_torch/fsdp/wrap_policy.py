@@ -15,9 +15,7 @@ from slapo_training.model import is_wrapper_subclass
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the paths of the units in the order of the model.
 
-    Args:
-        root: The whole model.
-        patterns: Globs as in ``Schedule.select``; None for the elements of lists of layers of one class.
+    ``patterns`` are globs as in ``Schedule.select``; None stands for the elements of lists of layers of one class.
 
     Raises:
         BuildError: a pattern matches nothing, or a unit is inside another one.
@@ -64,13 +62,7 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def assign_parameters(root: nn.Module, unit_roots: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each unit; under ``""`` those of no unit and those of several units.
-
-    Args:
-        root: The whole model.
-        unit_roots: Path of each unit.
-        held: Ids of the parameters of this rank.
-    """
+    """Return this rank's ``held`` parameters of each unit; under ``""`` those of no unit and those of several units."""
     users: dict[int, set[str]] = defaultdict(set)
     units = {
         paths.join(path, name): path

@@ -21,11 +21,7 @@ def memory_extents(tensors: Iterable[torch.Tensor | None]) -> list[MemoryExtent]
 
 
 class GradientUnaliasing:
-    """Gives first gradients of one step a memory of their own.
-
-    Args:
-        module: Module with the parameters, which have no gradients yet.
-    """
+    """Gives first gradients of one step a memory of their own; the module's parameters have no gradients yet."""
 
     def __init__(self, module: nn.Module) -> None:
         self._waiting = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -90,7 +90,6 @@ class DDPReplicas:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Remove the hooks from parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -44,12 +44,10 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup) -> None:
-    """Average gradients over replicas. Collective over ``replicas``.
+    """Average dense gradients over replicas. Collective over ``replicas``.
 
-    Args:
-        parameters: Trainable parameters in the same order on all replicas, with dense gradients. A missing gradient counts as
-            zero; it stays None if it is missing on all replicas.
-        replicas: Process group of the replicas.
+    The parameters have the same order on all replicas. A missing gradient counts as zero; it stays None if it is missing on
+    all replicas.
     """
     reduced = []
     for bucket in _buckets(parameters):

@@ -32,10 +32,7 @@ def make_runtime(
     """Return torch's runtime of a schedule for this rank's stages; without ``loss_fn`` it runs forwards only.
 
     Args:
-        schedule: Name of the schedule, or path of a file.
         runtime: Class name of the runtime; empty for a file.
-        stages: This rank's stages.
-        microbatches: Number of micro-batches.
         loss_fn: ``loss_fn(output, target)``; the runtime does not scale its losses.
 
     Raises:
@@ -93,10 +90,6 @@ def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) 
     """Check that each rank receives messages of another rank in the order in which that rank sends them.
 
     Point-to-point messages have no tags: with another order a value would be taken for another one.
-
-    Args:
-        actions: Actions of each rank, including messages.
-        ranks: Rank of each stage.
 
     Raises:
         BuildError: the orders differ.

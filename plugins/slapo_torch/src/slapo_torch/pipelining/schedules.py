@@ -55,13 +55,7 @@ def kind_of(schedule: str) -> ScheduleKind:
 
 
 def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage.
-
-    Args:
-        schedule: A ``pipeline_schedule``.
-        stages: Number of stages of the model.
-        ranks: Number of ranks along the axis ``pp``.
-        microbatches: Number of micro-batches.
+    """Return the pipeline rank, along ``pp``, of each stage.
 
     Raises:
         BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
@@ -75,9 +69,10 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         remedy = f"cut the model into a multiple of {ranks} stages, with pipeline({ranks}) or cut_pipeline_stage()"
         raise BuildError(f"{number} on a mesh with pp={ranks}; {remedy}")
     if kind.stages_per_rank not in (None, per_rank):
+        others = " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
         raise BuildError(
             f"{stages} stages on a mesh with pp={ranks}, but schedule {schedule!r} has {kind.stages_per_rank} per rank; cut "
-            f"the model into {kind.stages_per_rank * ranks} stages, or use {_with_any_number(per_rank)}"
+            f"the model into {kind.stages_per_rank * ranks} stages, or use {others}"
         )
     if why := _incompatibility(schedule, stages, ranks, microbatches):
         raise BuildError(why)
@@ -96,9 +91,6 @@ def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int
     """Return the pipeline schedule and the number of micro-batches of a batch; warn if they differ from the usual ones.
 
     Args:
-        name: A ``pipeline_schedule``.
-        program: The program that runs.
-        microbatches: Usual number of micro-batches.
         rows: Number of rows of the batch; None if no tensor has rows.
 
     Raises:
@@ -138,10 +130,6 @@ def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int,
 
 _ANY_NUMBER = {"1f1b": "gpipe", "interleaved": "looped_bfs", "zero_bubble": "looped_bfs", "dualpipev": "zbv"}
 """Schedules with the same placement of stages that run any number of micro-batches."""
-
-
-def _with_any_number(per_rank: int) -> str:
-    return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
 def _runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:

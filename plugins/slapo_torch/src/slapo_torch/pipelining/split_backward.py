@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,32 +25,24 @@ from ..gradients._torch_private import awaits_accumulation
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class TensorHookRecorder:
-    """Context that records whether hooks are registered on tensors.
+@contextmanager
+def note_tensor_hooks(note: Callable[[], None]) -> Iterator[None]:
+    """Context that calls ``note`` for each hook that is registered on a tensor.
 
     A torch function mode would also see each other operation, which costs 2 % of a step.
-
-    Attributes:
-        found: True once a hook was registered.
     """
+    register = torch.Tensor.register_hook
 
-    found = False
+    @functools.wraps(register)
+    def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        note()
+        return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> TensorHookRecorder:
-        """Replace ``Tensor.register_hook``."""
-        self._register = register = torch.Tensor.register_hook
-
-        @functools.wraps(register)
-        def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
-            self.found = True
-            return register(tensor, hook)  # type: ignore[no-untyped-call]
-
-        torch.Tensor.register_hook = noted  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Restore ``Tensor.register_hook``."""
-        torch.Tensor.register_hook = self._register  # type: ignore[method-assign]
+    torch.Tensor.register_hook = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
@@ -57,10 +50,6 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
 
     Each parameter must feed exactly one node between outputs and received tensors. The graph must have no reentrant checkpoint
     and no post-accumulate hook.
-
-    Args:
-        outputs: Outputs of the stage, or its loss.
-        received: Inputs of the stage; leaves of the autograd graph.
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}

@@ -18,15 +18,8 @@ Tensors = tuple[torch.Tensor, ...]
 class VaryingStage(PipelineStage):
     """Stage with one message layout per micro-batch; torch's stage has one layout for all micro-batches.
 
-    Images are an example: image features vary in shape with the number of images, and are missing without images.
-
-    Args:
-        module: Module that runs.
-        index: Index of the stage.
-        num_stages: Number of stages of the pipeline.
-        device: Device of the stage.
-        layouts: Meta tensors that the stage receives and sends, per micro-batch.
-        group: Process group of the pipeline.
+    Images are an example: image features vary in shape with the number of images, and are missing without images. The layouts
+    are meta tensors that the stage receives and sends, per micro-batch.
     """
 
     def __init__(
@@ -45,7 +38,6 @@ class VaryingStage(PipelineStage):
             self._metas = [stage_meta(*layout) for layout in layouts]
 
     def _select(self, microbatch: int) -> None:
-        """Make the layout of one micro-batch the current one."""
         if self._metas:
             self._stage_meta = self._metas[microbatch]
             self._setup_forward_send_info()
@@ -69,12 +61,10 @@ class VaryingStage(PipelineStage):
         return prepared
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the activations of a micro-batch."""
         self._select(fwd_chunk_id)
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch."""
         self._select(bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 

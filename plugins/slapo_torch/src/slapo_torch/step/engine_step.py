@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core import Program, all_reduce, raise_on_all_ranks
+from slapo_core import Program, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints, check_boundaries, check_contents, check_shapes, replica_extremes
 from slapo_training.batches import Batch
+from slapo_training.distributed import all_reduce
 
 from .gradient_accumulation import StepResult
 from .microbatch_weights import MicroBatchWeight
@@ -28,24 +29,16 @@ class EngineStep:
     of all ranks, and reduction of the loss.
 
     Args:
-        args: Positional arguments of ``train_batch`` or ``eval_batch``.
-        kwargs: Keyword arguments.
-        training: True to train, False to evaluate.
         is_outdated: True if parameters were unfrozen since the last step; on any rank, after the comparison.
 
     Attributes:
-        schedule: Pipeline schedule and number of micro-batches.
-        parts: Micro-batches.
         labels: Labels of each micro-batch; None without ``loss_fn``.
         facts: Numbers that are compared between all ranks.
         content: Fingerprint of the batch's values; 0 if no ranks share a batch.
-        runner: Runs the micro-batches.
         labels_differ: True if numbers of labels differ between micro-batches or ranks.
         marks_differ: True if marks of rows differ, see ``FirstStep.marks``.
-        weight: Weight of each micro-batch's loss.
         has_unused: True if some rank has trainable parameters that no micro-batch used.
         has_unchecked: True if some rank has first gradients that tensor-parallel ranks have to compare.
-        gradient_factor: Remaining factor of the gradients.
     """
 
     args: tuple[Any, ...]
@@ -68,12 +61,8 @@ class EngineStep:
     def prepare_on_all_ranks(self, prepare: Callable[[EngineStep], None], program: Program, device: torch.device) -> int:
         """Prepare this rank's batch; go on only if no rank failed and the batches are of one kind. Collective.
 
-        Without an error there is one small reduction; messages are exchanged only after an error.
-
-        Args:
-            prepare: Fills in the attributes up to ``runner``, with no message to other ranks.
-            program: The program that runs.
-            device: Device of the reduction.
+        Without an error there is one small reduction; messages are exchanged only after an error. ``prepare`` fills in the
+        attributes up to ``runner``, with no message to other ranks.
 
         Returns:
             The largest number of labels of a micro-batch on any rank.

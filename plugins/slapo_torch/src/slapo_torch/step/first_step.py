@@ -38,17 +38,9 @@ class TorchFirstStep(FirstStep):
         replicas: DDPReplicas | None,
         peers: TensorParallelPeers | None,
     ) -> MicroBatchWeight:
-        """Run the checks if they are due. Collective.
+        """Run the checks if they are due, with FSDP's parameters gathered. Collective.
 
-        Args:
-            step: The step, with its micro-batches and their weight.
-            device: Device of this rank.
-            shards: FSDP's parameters, gathered, or None.
-            replicas: DDP's parameters, or None.
-            peers: The tensor-parallel ranks, or None.
-
-        Returns:
-            The weight of micro-batches, corrected if the model injects gradients.
+        Returns the weight of micro-batches, corrected if the model injects gradients.
 
         Raises:
             BuildError: on all ranks, see ``FirstStep.check``.
@@ -56,7 +48,7 @@ class TorchFirstStep(FirstStep):
         parts, labels, weight = step.parts, step.labels, step.weight
         self.is_uneven = step.marks_differ
         if self.is_due(len(parts)):
-            around = partial(self._around, device, shards)
+            around = partial(self._step_context, device, shards)
             failed = None if peers is None else peers.synchronize_failure
             with nullcontext() if replicas is None else replicas.no_sync():
                 self.check(parts, labels, device, around, weight.differs, shards is None, failed)
@@ -70,7 +62,7 @@ class TorchFirstStep(FirstStep):
         return weight._replace(injects=True, unit=self.mean_labels(parts, labels, device) or weight.unit)
 
     @contextmanager
-    def _around(self, device: torch.device, shards: FSDPReplicas | None, has_backward: bool) -> Iterator[None]:
+    def _step_context(self, device: torch.device, shards: FSDPReplicas | None, has_backward: bool) -> Iterator[None]:
         with autocast_context(self._torch_options, device.type):
             if shards is None or shards.unit_runtime is None:
                 yield

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_training.batches import Batch
-from slapo_training.losses import LossReduction, ReplicaFailedError, note_failure
+from slapo_training.losses import LossReduction, note_failure
 
 from ..gradients.aliasing import GradientUnaliasing
 from ..gradients.ddp import DDPReplicas
@@ -40,11 +40,6 @@ class StepResult:
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def own_failure(self) -> Exception | None:
-        """The error; None if another replica failed and this rank only reports it."""
-        return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch; a leaf has no gradient."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, Program, is_sharded, raise_on_all_ranks, successor
-from slapo_training.batches import fingerprint
 from slapo_training.distributed import clip_grad_norm_, compare_gradients
-from slapo_training.engines import different
+from slapo_training.engines import check_same_start
 
-from ..fsdp.replica_spec import replica_spec, replica_tensor, without_replica_sharding
-from ..gradients.reduction import average_gradients, group_by_ranks, sum_gradients
+from ..fsdp.replica_spec import replica_tensor, without_replica_sharding
+from ..gradients.reduction import group_by_ranks, sum_gradients
 
 
 class LocalParameters:
@@ -23,9 +21,6 @@ class LocalParameters:
     Args:
         program: The program, with a rank for each stage.
         module: This rank's stages.
-
-    Attributes:
-        trainable: This rank's trainable parameters, each once.
     """
 
     def __init__(self, program: Program, module: nn.Module) -> None:
@@ -52,11 +47,7 @@ class LocalParameters:
         return any(parameter.requires_grad and id(parameter) not in self._known_ids for parameter in self._stage.parameters())
 
     def sparse_gradient(self, clips: bool) -> BuildError | None:
-        """Return the error that ``reduce_ties`` or ``clip`` would raise on this rank alone while others wait, or None.
-
-        Args:
-            clips: True if ``clip`` follows.
-        """
+        """Return the error that ``reduce_ties``, or ``clip`` if it follows, would raise on this rank alone, or None."""
         for _, tie, parameter in self._own_ties:
             if _is_sparse(parameter):
                 return BuildError(
@@ -75,11 +66,6 @@ class LocalParameters:
             assert self._program.mesh is not None
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
 
-    def average_over_replicas(self) -> None:
-        """Average gradients over the replicas. Collective."""
-        assert self._program.mesh is not None
-        average_gradients(self.trainable, self._program.mesh["dp"].get_group())
-
     def scale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``; gradients are dense."""
         for parameter in self.trainable:
@@ -87,34 +73,20 @@ class LocalParameters:
                 parameter.grad.mul_(factor)
 
     def check_equal_weights(self) -> None:
-        """Compare the values of parameters that several ranks hold. Collective.
-
-        Compares all parameters of replicas, unsharded parameters of tensor-parallel ranks, and tied parameters of stages.
-
-        Raises:
-            BuildError: on every rank: values of the named parameter differ, or ranks have different sets of parameters.
-        """
-        mesh = self._program.mesh
-        named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
-        error = self._check_equal("dp", "replicas", named)
-        error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
-        error = self._check_ties() or error
-        raise_on_all_ranks(error, mesh)
+        """Compare the values of parameters that several ranks hold, see ``check_same_start``. Collective."""
+        check_same_start(self._program, dict(self._stage.named_parameters()), replica_tensor=replica_tensor)
 
     def num_unchecked(self, used: Collection[int] = ()) -> int:
         """Return the number of unsharded parameters with a first gradient, which ``check_gradients`` compares.
 
-        Args:
-            used: Ids of parameters that get a gradient once the replicas have reduced it.
+        ``used`` are the ids of parameters that get a gradient once the replicas have reduced it.
         """
         return sum(parameter.grad is not None or id(parameter) in used for parameter in self._unchecked.values())
 
     def check_gradients(self, low_precision: bool) -> None:
         """Compare the first gradients of unsharded parameters over the tensor-parallel ranks. Collective.
 
-        Args:
-            low_precision: True to compare with the tolerance of bf16 and fp16.
+        With ``low_precision`` the tolerance is that of bf16 and fp16.
 
         Raises:
             BuildError: on every rank: each rank has a partial gradient of the named parameter.
@@ -123,39 +95,6 @@ class LocalParameters:
         wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
         raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
-
-    def _check_equal(self, axis: str, ranks: str, named: dict[str, nn.Parameter]) -> BuildError | None:
-        mesh = self._program.mesh
-        if mesh is None or self._program.axis_size(axis) == 1:
-            return None
-        group = mesh[axis].get_group()
-        mark = fingerprint([(name, tuple(replica_tensor(p).shape), p.requires_grad) for name, p in named.items()])
-        marks = torch.tensor([mark, -mark], device=mesh.device_type)
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-        if marks.sum().item():
-            return BuildError(
-                f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
-            )
-        if axis == "dp":  # parameters that FSDP sharded differ by design
-            named = {name: parameter for name, parameter in named.items() if replica_spec(parameter) is None}
-        wrong = different(list(named.values()), group, mesh.device_type) if named else []
-        if not wrong:
-            return None
-        return BuildError(f"the {ranks} start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
-
-    def _check_ties(self) -> BuildError | None:
-        mesh, ties = self._program.mesh, self._program.ties
-        if mesh is None or len(self._program.stages) == 1 or not ties:
-            return None
-        held = {tie.names: parameter for _, tie, parameter in self._own_ties}
-        wrong = different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
-        if not wrong:
-            return None
-        tie = ties[wrong[0]]
-        return BuildError(
-            f"stages {tie.stages} have different values, or requires_grad, of the tied {tie.names[0]!r}; "
-            "seed and freeze alike on all ranks"
-        )
 
     def free_other_stages(self) -> None:
         """Free the parameters that only other stages use, and put meta tensors with the same facts in their places."""
@@ -187,7 +126,6 @@ class LocalParameters:
 
 
 def device_of(program: Program) -> torch.device:
-    """Return the device that a program runs on, on this rank."""
     first = next(program.module.parameters(), None)
     kind = first.device.type if first is not None else "cpu"
     if program.mesh is not None:

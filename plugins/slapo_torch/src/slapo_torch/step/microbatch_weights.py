@@ -29,7 +29,6 @@ class LabelCount:
         return self.value
 
     def restore(self, state: float) -> None:
-        """Go on from ``state``."""
         self.value = state
 
 
@@ -56,13 +55,8 @@ class MicroBatchWeight(NamedTuple):
     is_single: bool = False
     injects: bool = False
 
-    def weighted(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch.
-
-        Args:
-            loss: The loss of the micro-batch.
-            reduction: Reduction of the loss over labels.
-        """
+    def weight_loss(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
+        """Return the weighted loss of a micro-batch, given its reduction over labels."""
         return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
 
     def _value(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
@@ -74,15 +68,10 @@ class MicroBatchWeight(NamedTuple):
     def batch_mean(
         self, total: float | torch.Tensor, labels: float | None, dp: int
     ) -> tuple[float | torch.Tensor, float, float]:
-        """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
+        """Return the loss of a batch, of the type of ``total``, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
-            total: Sum of the weighted losses over all replicas; a number or a tensor with one element.
             labels: Number of labels of all micro-batches; None if the losses are no means over labels.
-            dp: Number of replicas.
-
-        Returns:
-            The loss (of the type of ``total``), the remaining factor of the gradients, and the next step's ``unit``.
 
         Raises:
             BuildError: the model injects gradients, and the batch has other labels than the loss.

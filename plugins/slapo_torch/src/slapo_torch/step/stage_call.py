@@ -19,11 +19,7 @@ from .microbatch_weights import MicroBatchWeight
 class StageCall(nn.Module):
     """A stage as a pipeline runtime calls it: received tensors in, a tuple of tensors or the loss out.
 
-    Args:
-        stage: The stage.
-        outputs: Tensors that the next stage receives; None for the last stage, which returns its weighted loss.
-        options: Options of the engine.
-        device_type: Device type of the mesh.
+    ``outputs`` are the tensors that the next stage receives; None for the last stage, which returns its weighted loss.
     """
 
     def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: CommonOptions, device_type: str) -> None:
@@ -39,25 +35,16 @@ class StageCall(nn.Module):
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
     def begin(self, weight: MicroBatchWeight, counted: list[LossReduction] | None = None) -> list[LossReduction]:
-        """Begin a step; return the list that collects the reduction of each micro-batch's loss.
-
-        Args:
-            weight: Weight of each micro-batch's loss in the loss of the batch.
-            counted: The list, or None for a new one.
-        """
+        """Begin a step; return the list, ``counted`` or a new one, that collects the reduction of each micro-batch's loss."""
         self.weight, self.counted = weight, [] if counted is None else counted
         return self.counted
 
     def forward(
         self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None, call: StageCall | None = None
     ) -> Any:
-        """Run one micro-batch.
+        """Run one micro-batch, on the stage's ``inputs`` and the batch's arguments that it reads.
 
-        Args:
-            *received: The stage's ``inputs``.
-            batch: Arguments of the model that this stage reads.
-            labels: Labels for ``loss_fn``, in the last stage.
-            call: The stage call of this micro-batch, if it is another one.
+        ``call`` is the stage call of this micro-batch, if it is another one. The last stage reads ``labels``.
         """
         if call is not None and call is not self:
             return call(*received, batch=batch, labels=labels)
@@ -73,13 +60,13 @@ class StageCall(nn.Module):
 
     def _weighted_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.weight.is_single and not isinstance(labels, MicroBatchLoss):  # its reduction does not matter
-            return self.weight.weighted(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
+            return self.weight.weight_loss(self._loss_of.loss_only(lambda: self._run(received, batch), labels), None)
         kind = frozenset(name for name, value in batch.items() if value is not None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)
         if self.weight.differs and not is_label_mean(reduction):
             raise BuildError(UNKNOWN_REDUCTION)
-        return self.weight.weighted(loss, reduction)
+        return self.weight.weight_loss(loss, reduction)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:

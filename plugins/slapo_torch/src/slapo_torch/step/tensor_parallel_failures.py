@@ -23,11 +23,7 @@ _engines: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary
 
 
 class TensorParallelPeers:
-    """Tensor-parallel ranks of one engine, which report errors to each other through torch's store only. Made collectively.
-
-    Args:
-        group: Process group of these ranks.
-    """
+    """Tensor-parallel ranks of one engine, which report errors to each other through torch's store only. Made collectively."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         made = _engines.setdefault(group, Counter())
@@ -53,9 +49,6 @@ class TensorParallelPeers:
         """Wait until all peers have failed in this step too; then they can reduce the error together.
 
         If some peers do not fail in time, this rank raises its error and leaves. Peers that fail later raise its message.
-
-        Args:
-            error: The error of this rank.
 
         Raises:
             Exception: ``error``, if some peers did not fail within ``GRACE``.

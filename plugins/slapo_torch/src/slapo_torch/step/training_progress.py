@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from slapo_core import BuildError, all_reduce
+from slapo_core import BuildError
 from slapo_training.checkpoint import StateLoading, check_plain
+from slapo_training.distributed import all_reduce
 from slapo_training.optimizers import lr_scheduler_class
 
 from .microbatch_weights import LabelCount
@@ -37,7 +38,6 @@ class DeferredLRSteps:
         self._losses: list[float] = []
 
     def add(self, loss: float) -> None:
-        """Record a step."""
         self._losses.append(loss)
 
     def catch_up(self, schedule: Any) -> None:
@@ -49,11 +49,9 @@ class DeferredLRSteps:
         self._losses.clear()
 
     def state(self) -> list[float]:
-        """Return the state for a checkpoint."""
         return list(self._losses)
 
     def restore(self, state: list[float]) -> None:
-        """Restore a saved state."""
         self._losses = list(state)
 
 
@@ -63,11 +61,7 @@ class LossScale:
     The factor is halved after an overflow, and doubled after ``_GROWTH_INTERVAL`` steps without one.
 
     Args:
-        value: Initial factor.
         mesh: Mesh of the ranks that share the factor.
-
-    Attributes:
-        value: The factor, equal on all ranks.
     """
 
     def __init__(self, value: float, mesh: DeviceMesh | None) -> None:
@@ -87,11 +81,9 @@ class LossScale:
         return bool(found.item())
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
         self.value, self._good = state["value"], state["good"]
 
 
@@ -104,8 +96,6 @@ class TrainingProgress:
 
     Args:
         rate: A learning-rate schedule of torch, its deferred steps, or None.
-        scale: The loss scale, or None.
-        labels: Estimated number of labels of a micro-batch.
         trains: False for an engine that only evaluates; it accepts a checkpoint with other states.
 
     Attributes:

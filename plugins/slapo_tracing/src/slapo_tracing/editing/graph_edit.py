@@ -117,24 +117,20 @@ class _Replacement:
         self.tree = _called_modules(gm, call)
 
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
-        """Repeat the replacement on another graph.
-
-        Raises:
-            ScheduleError: the graph has no such nodes, or they compute something else.
-        """
+        """Repeat the replacement; raise ``ScheduleError`` if the graph lacks the nodes, or they compute something else."""
         if (match := self._match(module, twins)) is not None:
             made: list[fx.Node] = []
             Subgraph.of(graph, match).replace(self.call, made)
             twins.update(zip(self.made, made, strict=True))
             return
-        inputs = [value.in_other(twins, self) if isinstance(value, _InputOrigin) else value for value in self.inputs]
+        inputs = [value.find_in_graph(twins, self) if isinstance(value, _InputOrigin) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
-            raise self.missing(lost[0])
+            raise self.missing_twin_error(lost[0])
         nodes = {name: twins[name] for name in self.nodes}
         part = Subgraph(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
         labels = _labels(inputs, nodes)
         changed = {name: form for name in self.nodes if (form := _argument_text(nodes[name], labels)) != self.nodes[name]}
-        call = self._remade(module, part) if changed and self.remake is not None else self.call
+        call = self._remake_call(module, part) if changed and self.remake is not None else self.call
         # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
         has_modes = self.call.op == "call_module" and all(isinstance(value, _InputOrigin) for value in self.inputs)
         for name, form in changed.items() if self.remake is None else ():
@@ -154,11 +150,11 @@ class _Replacement:
         known = {twins[name] for name in self.nodes if name in twins}
         return match if match is not None and known <= {node for _, node in match} else None
 
-    def missing(self, name: str) -> ScheduleError:
+    def missing_twin_error(self, name: str) -> ScheduleError:
         """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Subgraph) -> NewCall:
+    def _remake_call(self, module: TracedModule, part: Subgraph) -> NewCall:
         assert self.remake is not None
         if _called_modules(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -184,15 +180,13 @@ class _InputOrigin(NamedTuple):
         user = next(users, None)
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
 
-    def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
-        """Return this input in another graph: the value at the same place if its user's twin is unique, else its maker's
-        twin.
-        """
+    def find_in_graph(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
+        """Return this input in another graph: the value in the same place of its user's unique twin, else its maker's twin."""
         given = twins[self.user].all_input_nodes if self.user and rewrite.nodes.keys() <= twins.unique else []
         if self.number < len(given):
             return given[self.number]
         if self.maker not in twins:
-            raise rewrite.missing(self.maker)
+            raise rewrite.missing_twin_error(self.maker)
         return twins[self.maker]
 
 
@@ -217,12 +211,12 @@ def _called_modules(module: nn.Module, call: NewCall) -> list[Any]:
     """Return the modules that a call runs, with their wrappers and hooks, for comparison."""
     if call.op != "call_module":
         return []
-    found = module.get_submodule(str(call.target)).named_modules()
-    traced = ((path, each, variants_of(each)) for path, each in found)
-    return [
-        (path, each, len(forward_wrappers(each)), is_hooked(each), variants is not None and variants.is_changed)
-        for path, each, variants in traced
-    ]
+    found = []
+    for path, each in module.get_submodule(str(call.target)).named_modules():
+        variants = variants_of(each)
+        is_changed = variants is not None and variants.is_changed
+        found.append((path, each, len(forward_wrappers(each)), is_hooked(each), is_changed))
+    return found
 
 
 def _remove_rewrite(variants: Variants | None, rewrite: _Replacement) -> None:
@@ -231,11 +225,7 @@ def _remove_rewrite(variants: Variants | None, rewrite: _Replacement) -> None:
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:
-    """Return the traced module whose graph contains the nodes of a match.
-
-    Raises:
-        ScheduleError: no nodes, or no traced module contains all of them.
-    """
+    """Return the traced module that contains the nodes of a match; raise ``ScheduleError`` if there is none."""
     if not nodes:
         raise ScheduleError("the subgraph is empty; give what find returned", path=schedule.path)
     where = {path for path, _ in nodes}
@@ -263,9 +253,8 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Subgraph) -> TracedModule
     prefix = part.prefix()
     for node in part.nodes:
         if lost := [other.name for other in node.all_input_nodes if other not in values]:
-            raise ScheduleError(
-                f"the subgraph also needs the size {lost[0]!r}, which is no argument of the pattern; make it one"
-            )
+            what = f"the subgraph also needs the size {lost[0]!r}, which is no argument of the pattern"
+            raise ScheduleError(f"{what}; make it one")
         values[node] = graph.node_copy(node, values.__getitem__)
         if node.op == "call_module":
             values[node].target = str(node.target).removeprefix(f"{prefix}.")
@@ -284,10 +273,8 @@ def _check_call(new: Any, inputs: list[Any]) -> None:
     try:
         signature.bind(*inputs)
     except TypeError as err:
-        raise ScheduleError(
-            f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take {len(inputs)} inputs: {err}; "
-            "give it as many parameters"
-        ) from err
+        what = f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take {len(inputs)} inputs"
+        raise ScheduleError(f"{what}: {err}; give it as many parameters") from err
 
 
 def _undo_edit(gm: fx.GraphModule, part: Subgraph, made: list[fx.Node]) -> Callable[[], None]:
@@ -347,11 +334,8 @@ def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> N
         if path not in targets and not any(target.startswith(f"{path}.") for target in targets):
             parent, name = paths.split(path)
             schedule.touch(gm.get_submodule(parent))
-            _note_dropped(schedule, variants_of(gm), path, gm.get_submodule(path))
+            variants = variants_of(gm)
+            if variants is not None and path not in variants.removed_modules:
+                variants.removed_modules[path] = meta_copy(gm.get_submodule(path))
+                schedule.on_undo(partial(variants.removed_modules.__delitem__, path))
             del gm.get_submodule(parent)._modules[name]
-
-
-def _note_dropped(schedule: Schedule, variants: Variants | None, path: str, module: nn.Module) -> None:
-    if variants is not None and path not in variants.removed_modules:
-        variants.removed_modules[path] = meta_copy(module)
-        schedule.on_undo(partial(variants.removed_modules.__delitem__, path))

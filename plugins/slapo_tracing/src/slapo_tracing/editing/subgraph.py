@@ -28,11 +28,7 @@ class NewCall(NamedTuple):
 
 
 def resolve_nodes(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
-    """Return the nodes of the present graph that handles stand for. A node that an undo has recreated is found by name.
-
-    Raises:
-        ScheduleError: a node is no longer in the graph.
-    """
+    """Return the nodes of the present graph that handles stand for; see ``current_node``."""
     return [current_node(gm.graph, node) for _, node in nodes]
 
 
@@ -41,18 +37,12 @@ NODES_BY_NAME: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictiona
 
 
 def is_in_graph(graph: fx.Graph, node: fx.Node) -> bool:
-    """Return True if a node is in a graph. ``node.graph`` alone does not tell, since an erased node still refers to its
-    graph.
-    """
+    """Return True if a node is in a graph; an erased node still refers to its graph in ``node.graph``."""
     return node.graph is graph and node.prev.next is node
 
 
 def current_node(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return the node itself, or the node of its name that an undo has recreated.
-
-    Raises:
-        ScheduleError: there is no such node.
-    """
+    """Return the node, or that of its name which an undo has recreated; raise ``ScheduleError`` if there is none."""
     if is_in_graph(graph, node):
         return node
     found = NODES_BY_NAME.get(graph, {}).get(node.name)
@@ -106,9 +96,7 @@ class Subgraph:
         return cls(graph, now, [other for other in inputs if other not in now], outside)
 
     def replace(self, call: NewCall, made: list[fx.Node]) -> None:
-        """Replace the nodes by a call. All new nodes are appended to ``made``: first those of ``call.layers``, then the
-        call.
-        """
+        """Replace the nodes by a call. ``made`` gets the new nodes: first those of ``call.layers``, then the call."""
 
         def create(op: str, target: Any, args: tuple[Any, ...] = (), name: str | None = None) -> fx.Node:
             with self.graph.inserting_after([self.nodes[-1], *made][-1]):

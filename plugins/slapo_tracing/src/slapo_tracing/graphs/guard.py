@@ -33,7 +33,7 @@ class Parameters(inspect.Signature):
     """Signature of a forward with a fast ``bind``: a fifth of the time of ``inspect.Signature.bind`` for most calls."""
 
     @cached_property
-    def _named(self) -> tuple[list[str], list[Any], int, bool]:
+    def _named_parameters(self) -> tuple[list[str], list[Any], int, bool]:
         """Names and defaults of named parameters, how many are positional, and whether there is a ``**kwargs``.
 
         The count is -1 if there are positional-only parameters or ``*args``: then ``bind`` is needed.
@@ -52,10 +52,8 @@ class Parameters(inspect.Signature):
         return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the result of ``argument_values``; None for calls that need ``bind``, such as those with ``*args`` and
-        wrong ones.
-        """
-        names, defaults, positional, others = self._named
+        """Return the result of ``argument_values``; None for calls that need ``bind``, such as those with ``*args``."""
+        names, defaults, positional, others = self._named_parameters
         if len(args) > positional:
             return None
         values = dict(zip(names, args, strict=False))
@@ -183,7 +181,7 @@ class Guard:
         """Use the attribute record of another guard, if that has the same attributes and they have not changed."""
         known = other.attributes if other is not None else None
         if self.attributes is not None and known is not None and self.attributes.names == known.names:
-            self.attributes = known if known.changed(module) is None else self.attributes
+            self.attributes = known if known.find_change(module) is None else self.attributes
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
         """Return why the graph cannot serve a call, or None."""
@@ -201,7 +199,7 @@ class Guard:
         for expectation in self.expectations:
             if found := expectation.problem(call.values):
                 return found
-        changed = self.attributes.changed(module) if self.attributes is not None else None
+        changed = self.attributes.find_change(module) if self.attributes is not None else None
         return changed and f"attribute {changed}"
 
 

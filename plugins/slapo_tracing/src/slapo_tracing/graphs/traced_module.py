@@ -90,9 +90,8 @@ class TracedModule(fx.GraphModule):
         """Register the constants of another graph under free names, and rename them in the graph."""
         names: dict[str, str] = {}
         for name, tensor in constants.items():
-            names[name] = next(
-                free for number in itertools.count() if (free := f"_tensor_constant{number}") not in self._buffers
-            )
+            free = (f"_tensor_constant{number}" for number in itertools.count())
+            names[name] = next(each for each in free if each not in self._buffers)
             self.register_buffer(names[name], tensor, persistent=False)
         for node in graph.find_nodes(op="get_attr"):
             node.target = names.get(str(node.target), node.target)
@@ -158,9 +157,8 @@ class TracedModule(fx.GraphModule):
             if self._variants.is_rewritten:
                 forward = functools.wraps(cls.forward)(lambda view, *args, **kwargs: self.forward(*args, **kwargs))
                 cls = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-            return getattr(
-                as_original(self, cls), name
-            )  # through an object of the class, since some methods look others up on it
+            # through an object of the class, since some methods look others up on it
+            return getattr(as_original(self, cls), name)
 
     def _shell(self) -> TracedModule:
         """Return a copy with the graphs, without parameters, buffers and submodules."""
@@ -252,9 +250,7 @@ def _show_signature(module: TracedModule) -> None:
 def module_before_trace(module: TracedModule, bare: bool = False) -> nn.Module:
     """Return a traced module as it was before, with its present attributes, parameters and submodules.
 
-    Args:
-        module: The traced module.
-        bare: Leave out hooks and wrappers, and do not share the attribute dict with ``module``.
+    With ``bare``, it has no hooks and wrappers, and an attribute dict of its own.
     """
     variants = variants_of(module)
     shell = variants.inner if variants is not None else None

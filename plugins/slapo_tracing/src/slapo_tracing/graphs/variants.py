@@ -53,9 +53,7 @@ class Retrace(Protocol):
     def __call__(
         self, module: nn.Module, args: Any, kwargs: Any, inlined: frozenset[str], /
     ) -> tuple[fx.Graph, Guard, dict[str, Any]]:
-        """Return the graph of a call of ``module``, its guard and its constants; ``inlined`` are the paths of inlined
-        modules.
-        """
+        """Return the graph of a call, its guard and its constants; ``inlined`` are the paths of inlined modules."""
 
 
 _SAME_HOOKS = ("as before",)
@@ -77,7 +75,7 @@ class InlinedModule(NamedTuple):
         """Return the present state of a module."""
         return cls(type(module), _hooks_of(module) if is_hooked(module) else ())
 
-    def now(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
+    def changed_hooks(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
         """Compare with the module at ``path``.
 
         Returns:
@@ -245,7 +243,7 @@ class Variants(Hidden):
     def __call__(self, module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call."""
         if self.guard is None:
-            args, kwargs = self._checked(module, args, kwargs)
+            args, kwargs = self._check_inputs(module, args, kwargs)
             return self.first.run(module, kwargs, args)
         resolve = self._resolve_uncompiled if torch.compiler.is_compiling() else self.resolve
         return resolve(module, args, kwargs)[0]()
@@ -253,7 +251,7 @@ class Variants(Hidden):
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
         """Return the graph of a call, its inputs, and path and name of the attributes that it depends on."""
         if self.guard is None:
-            args, kwargs = self._checked(module, args, kwargs)
+            args, kwargs = self._check_inputs(module, args, kwargs)
             placeholders = [str(node.target) for node in self.first.graph.find_nodes(op="placeholder")]
             return self.first.graph, {**dict(zip(placeholders, args, strict=False)), **kwargs}, []
         forward, variant, guard = self.resolve(module, args, kwargs)
@@ -278,7 +276,7 @@ class Variants(Hidden):
         if self.guard.attributes is not None:
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
-        call.changed = self._changed(module)
+        call.changed = self._changed_modules(module)
         known = (self.guard, None) if Sandbox.open_count and not self.is_rewritten else None
         guard, variant = self._find(module, call) or known or self._add(module, call, args, kwargs)
         if variant is None or (guard.checks_inside and not self.is_rewritten):
@@ -290,7 +288,7 @@ class Variants(Hidden):
 
     _resolve_uncompiled = private.not_compiled(resolve)
 
-    def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _check_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_check is None:
             return args, kwargs
         inputs = self.input_check.check(module, args, kwargs)
@@ -299,10 +297,10 @@ class Variants(Hidden):
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
         """Return the forward that was traced, bound to the module's present attributes, parameters and submodules."""
-        view = self.former(module)
+        view = self.module_before_trace(module)
         return MethodType(type(view).forward, view)
 
-    def former(self, module: TracedModule, bare: bool = False) -> nn.Module:
+    def module_before_trace(self, module: TracedModule, bare: bool = False) -> nn.Module:
         """Return ``traced_module.module_before_trace(module, bare)``."""
         from .traced_module import module_before_trace  # noqa: PLC0415  that module imports this one
 
@@ -320,27 +318,23 @@ class Variants(Hidden):
                 return guard, variant
         return None
 
-    def _changed(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
-        """Return the inlined modules that changed since the first trace: path to their new hooks, or None to keep them
-        whole.
-        """
-        now = {path: each.now(module, path) for path, each in self.inlined.items()} if self.inlined else {}
+    def _changed_modules(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
+        """Return the inlined modules that changed since the first trace: path to new hooks, or None to keep them whole."""
+        changed_hooks = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
         changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME_HOOKS}
         changed.update((".".join(places[0]), ()) for places in self.shared if len(_ids_at(module, places)) > 1)
         return changed
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
-            guard, variant = self._traced(module, args, kwargs, call.changed)
+            guard, variant = self._trace_variant(module, args, kwargs, call.changed)
             if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
                 raise TraceError(asked)  # fake tensors lack some facts of real ones
         except Exception as err:  # e.g. fake tensors support less inside a transform of torch.func
             if self.is_rewritten:
-                changed = next(
-                    (f"{path!r} was wrapped, got hooks, or was replaced, here or at another place" for path in call.changed),
-                    None,
-                )
-                problem = changed or (self.guard and self.guard.problem(module, call))
+                problem = self.guard and self.guard.problem(module, call)
+                if call.changed:
+                    problem = f"{next(iter(call.changed))!r} was wrapped, got hooks, or was replaced, here or at another place"
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward, not a graph, for calls like this: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
@@ -352,15 +346,16 @@ class Variants(Hidden):
         del self.calls[call.key][_MAX_GRAPHS:]
         return guard, variant
 
-    def _traced(self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]) -> tuple[Guard, Variant | None]:
+    def _trace_variant(
+        self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]
+    ) -> tuple[Guard, Variant | None]:
         if self.edited_by_hand:
-            raise TraceError(
-                "it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first"
-            )
+            what = "it was edited by hand, which cannot be repeated"
+            raise TraceError(f"{what}; use replace or fuse, or run calls like the first")
         if self.inlined is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
-        with private.unobserved():
-            former = with_modules(self.former(module, bare=True), self.removed_modules)
+        with private.without_observers():
+            former = with_modules(self.module_before_trace(module, bare=True), self.removed_modules)
             inlined = frozenset(path for path in self.inlined if changed.get(path, ()) is not None)
             graph, guard, constants = self.retrace(former, args, kwargs, inlined)
         data = graph_data(graph, constants)
@@ -384,13 +379,10 @@ class Variants(Hidden):
         return guard, variant
 
     def _check_targets(self, graph: fx.Graph) -> None:
-        called = [str(node.target) for node in graph.find_nodes(op="call_module")]
-        if lost := [
-            path for path in called if any(path == gone or path.startswith(f"{gone}.") for gone in self.removed_modules)
-        ]:
-            raise ScheduleError(
-                f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
-            )
+        for path in (str(node.target) for node in graph.find_nodes(op="call_module")):
+            if any(path == gone or path.startswith(f"{gone}.") for gone in self.removed_modules):
+                what = f"the forward calls {path!r} in this call"
+                raise ScheduleError(f"{what}, which was replaced together with other operations")
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

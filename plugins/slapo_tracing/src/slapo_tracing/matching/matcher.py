@@ -52,9 +52,9 @@ class Match(list[Handle]):
     ) -> None:
         super().__init__((path, node) for node in sorted(nodes))
         self.path, self.outputs, self.pattern = path, outputs, pattern
-        self.inputs = [self._place(value) if isinstance(value, fx.Node) else value for value in inputs]
+        self.inputs = [self._place_of(value) if isinstance(value, fx.Node) else value for value in inputs]
 
-    def _place(self, value: fx.Node) -> Place:
+    def _place_of(self, value: fx.Node) -> Place:
         return next(Place(node, node.all_input_nodes.index(value)) for _, node in self if value in node.all_input_nodes)
 
 
@@ -119,9 +119,8 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
         module = paths.find(schedule.root_module, path)
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
         if name not in named or (named[name].op, _target(named[name])) != (op, target):
-            raise ScheduleError(
-                f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path
-            )
+            what = f"the graph of {path!r} has no node {name!r} that calls {target}"
+            raise ScheduleError(f"{what}; trace as when it was found", path=path)
         nodes[name] = named[name]
     if "inputs" not in data:
         return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
@@ -198,12 +197,10 @@ def _is_same_module(module: nn.Module, wanted: nn.Module) -> bool:
         return False
     ours, theirs = ({k: v for k, v in vars(each).items() if k[0] != "_" and k != "training"} for each in (module, wanted))
     shapes = [{k: None if v is None else v.shape for k, v in each._parameters.items()} for each in (module, wanted)]
-    return (
-        ours.keys() == theirs.keys()
-        and shapes[0] == shapes[1]
-        and all(_is_same_value(ours[key], theirs[key]) for key in ours)
-        and all(map(_is_same_module, module.children(), wanted.children()))
-    )
+    if ours.keys() != theirs.keys() or shapes[0] != shapes[1]:
+        return False
+    settings = all(_is_same_value(ours[key], theirs[key]) for key in ours)
+    return settings and all(map(_is_same_module, module.children(), wanted.children()))
 
 
 class _Search:
@@ -250,7 +247,7 @@ class _Search:
         if not missing:
             yield bound
             return
-        start = self._next_to_bound(missing[0], bound)
+        start = self._unbound_neighbour(missing[0], bound)
         if start is None:
             candidates, start = self._candidates(missing[0]), missing[0]
         else:
@@ -260,7 +257,7 @@ class _Search:
             for more in self._node(start, candidate, bound):
                 yield from self._outputs(wanted, more)
 
-    def _next_to_bound(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
+    def _unbound_neighbour(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
         """Return an unbound node of the pattern with a bound input, among the nodes that ``output`` is made from."""
         todo = [output]
         for node in todo:
@@ -276,12 +273,9 @@ class _Search:
                 yield bound
         elif wanted.op == "placeholder":
             yield {**bound, wanted: node}
-        elif (
-            isinstance(node, fx.Node)
-            and node not in self.used
-            and not any(value is node and key in self.pattern.calls for key, value in bound.items())
-            and self._fits(wanted, node)
-        ):
+        elif isinstance(node, fx.Node) and node not in self.used and self._fits(wanted, node):
+            if any(value is node and other in self.pattern.calls for other, value in bound.items()):
+                return
             key, args, kwargs = self.pattern.calls[wanted]
             module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
             signatures = signatures_of(node, module)
@@ -299,22 +293,22 @@ class _Search:
             yield from self._node(wanted, value, bound)
         elif isinstance(wanted, dict):
             if isinstance(value, dict) and wanted.keys() == value.keys():
-                yield from self._all([(wanted[key], value[key]) for key in wanted], bound)
+                yield from self._match_all([(wanted[key], value[key]) for key in wanted], bound)
         elif isinstance(wanted, (tuple, list)):
             if isinstance(value, (tuple, list)) and len(wanted) == len(value):
-                yield from self._all(list(zip(wanted, value, strict=True)), bound)
+                yield from self._match_all(list(zip(wanted, value, strict=True)), bound)
         elif isinstance(wanted, slice):
             if isinstance(value, slice):
                 yield from self._values([wanted.start, wanted.stop, wanted.step], [value.start, value.stop, value.step], bound)
         elif _is_same_value(wanted, value):
             yield bound
 
-    def _all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
+    def _match_all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
         if not pairs:
             yield bound
             return
         for more in self._values(*pairs[0], bound):
-            yield from self._all(pairs[1:], more)
+            yield from self._match_all(pairs[1:], more)
 
 
 def _is_same_value(a: Any, b: Any) -> bool:

@@ -29,9 +29,7 @@ Signature = tuple[inspect.Parameter, ...]
 
 
 def operator_of(node: fx.Node) -> Any:
-    """Return the key of all spellings of a function or method: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are
-    ``"add"``.
-    """
+    """Return the key of all spellings of a function: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are ``"add"``."""
     if node.op == "call_method":
         return _ALIASES.get(str(node.target), node.target)
     module = getattr(node.target, "__module__", None) or "torch"

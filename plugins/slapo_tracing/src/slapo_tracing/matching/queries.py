@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,8 @@ def find_node(schedule: Schedule, regex_or_pattern_fn: str | Callable[[fx.Node],
         TraceError: the module is not traced and cannot be.
     """
     matcher.check_query(regex_or_pattern_fn)
-    return _search_graphs(
-        schedule, regex_or_pattern_fn, lambda: matcher.find_node(schedule.mod, regex_or_pattern_fn, schedule.path)
-    )
+    search = lambda: matcher.find_node(schedule.mod, regex_or_pattern_fn, schedule.path)  # noqa: E731
+    return _search_graphs(schedule, regex_or_pattern_fn, search)
 
 
 def find_subgraph(schedule: Schedule, pattern_fn: Callable[..., Any] | Pattern) -> list[matcher.Match]:
@@ -57,50 +57,38 @@ def find_subgraph(schedule: Schedule, pattern_fn: Callable[..., Any] | Pattern) 
         TraceError: the module is not traced and cannot be.
     """
     compiled = matcher.CompiledPattern(pattern_fn)
-    return _search_graphs(
-        schedule,
-        pattern_fn,
-        lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path),
-        in_flat=lambda flat: len(matcher.find_subgraph(flat, compiled)),
-    )
+    search = lambda: matcher.find_subgraph(schedule.mod, compiled, schedule.path)  # noqa: E731
+    return _search_graphs(schedule, pattern_fn, search, lambda flat: len(matcher.find_subgraph(flat, compiled)))
 
 
 def find(schedule: Schedule, regex_or_pattern_fn: str | Callable[..., Any] | Pattern) -> list[Any]:
     """Return ``find_node`` of a regular expression, or ``find_subgraph`` of a function of tensors or a ``Pattern``."""
-    return (
-        find_node(schedule, regex_or_pattern_fn)
-        if isinstance(regex_or_pattern_fn, str)
-        else find_subgraph(schedule, regex_or_pattern_fn)
-    )
+    if isinstance(regex_or_pattern_fn, str):
+        return find_node(schedule, regex_or_pattern_fn)
+    return find_subgraph(schedule, regex_or_pattern_fn)
 
 
 def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
-    """Return the list of matches that an argument of a primitive stands for: one match, several, a node, or an argument of
-    ``find``.
+    """Return the list of matches that an argument of a primitive stands for; raise ``ScheduleError`` if there are none.
 
-    Raises:
-        ScheduleError: none of these, or nothing is found.
+    Args:
+        schedule: The schedule of the module to search.
+        subgraph: One match, several, a node, or an argument of ``find``.
+        primitive: Name of the primitive, for messages.
     """
+    error = partial(ScheduleError, path=schedule.path, primitive=primitive)
     wanted = subgraph
     if isinstance(wanted, str):
         subgraph = [[handle] for handle in find_node(schedule, wanted)]
     elif isinstance(wanted, (FunctionType, Pattern)):
         subgraph = find_subgraph(schedule, wanted)
     if wanted is not subgraph and not subgraph:
-        raise ScheduleError(
-            f"{_label(wanted)} matches nothing; print(sch.mod.graph) shows what is there",
-            path=schedule.path,
-            primitive=primitive,
-        )
+        raise error(f"{_label(wanted)} matches nothing; print(sch.mod.graph) shows what is there")
     given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) and subgraph else subgraph
     if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
-        raise ScheduleError(
-            f"{subgraph!r:.60} is no subgraph; give what sch.find() returned", path=schedule.path, primitive=primitive
-        )
+        raise error(f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
     if not given or not all(given):
-        raise ScheduleError(
-            "the subgraph is empty: nothing was found; give a match of sch.find()", path=schedule.path, primitive=primitive
-        )
+        raise error("the subgraph is empty: nothing was found; give a match of sch.find()")
     return list(given)
 
 

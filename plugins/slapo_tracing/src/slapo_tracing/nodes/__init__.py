@@ -3,7 +3,7 @@
 This sub-package may import no other one.
 """
 
-from ._torch_private import in_function_transform, unobserved, whole_shape, without_fake_tensor_logs
+from ._torch_private import in_function_transform, whole_shape, without_fake_tensor_logs, without_observers
 from .codegen import compile_graph
 from .forward_wrapping import forward_wrappers, own_forward, wrap_forward
 from .graph_functions import asks_for_gradients, expect, expect_outputs, rebuild, set_state
@@ -46,7 +46,7 @@ __all__ = [
     "set_state",
     "shallow_copy",
     "tensors_in",
-    "unobserved",
+    "without_observers",
     "whole_shape",
     "wrap_forward",
     "write_mode_nodes",

@@ -97,9 +97,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         return super().dispatch(func, types, args, kwargs)
 
     def fake(self, empty: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a fake tensor on ``device`` for a tensor on the meta device. All but the first copy the attributes of the
-        first.
-        """
+        """Return a fake tensor on ``device`` for one on meta. All but the first copy the attributes of the first."""
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self, empty, device)))
         make: Any = torch.Tensor._make_subclass
@@ -124,9 +122,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         return tuple(key) if plain else super()._cache_key(state, func, args, kwargs)
 
     def _add_facts(self, key: list[Any], values: Iterable[Any]) -> bool:
-        """Append the facts of the values that determine an operator's result; return False for values that need torch's own
-        key.
-        """
+        """Append the facts that determine an operator's result; return False for values that need torch's own key."""
         for value in values:
             kind = type(value)
             key.append(kind)
@@ -164,7 +160,7 @@ def has_values(value: Any) -> bool:
 
 
 @contextmanager
-def unobserved() -> Iterator[None]:
+def without_observers() -> Iterator[None]:
     """Run a ``with`` block without torch function modes, dispatch modes and hooks for saved tensors, such as a checkpoint's."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:
@@ -176,9 +172,7 @@ def unobserved() -> Iterator[None]:
 
 
 def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a fake of ``tensor`` without autograd history, on ``device`` if given, at a sixth of the cost of
-    ``from_tensor``.
-    """
+    """Return a fake of ``tensor`` without history, on ``device`` if given, at a sixth of the cost of ``from_tensor``."""
     if (whole := whole_shape(tensor)) is not None:
         empty = torch.empty(whole, dtype=tensor.dtype, device="meta")
         return mode.fake(empty, device or tensor.device).requires_grad_(tensor.requires_grad)

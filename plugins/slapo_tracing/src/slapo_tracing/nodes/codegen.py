@@ -68,10 +68,10 @@ class _Writer:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
         if isinstance(value, slice):
-            return f"{self.named(slice)}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
-        return repr(value) if type(value) in (type(None), bool, int, str) else self.named(value)
+            return f"{self.name_of_global(slice)}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
+        return repr(value) if type(value) in (type(None), bool, int, str) else self.name_of_global(value)
 
-    def named(self, value: Any) -> str:
+    def name_of_global(self, value: Any) -> str:
         """Return the name of the global that holds ``value``."""
         if id(value) not in self.known:
             label = str(getattr(value, "__name__", type(value).__name__))
@@ -86,7 +86,7 @@ class _Writer:
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
         if node.op == "call_function":
-            return f"{self.named(node.target)}({', '.join([*arguments, *named])})"
+            return f"{self.name_of_global(node.target)}({', '.join([*arguments, *named])})"
         *parents, name = str(node.target).split(".")
         holder = self.root + "".join(f"._modules[{parent!r}]" for parent in parents)
         if node.op == "call_module":
@@ -97,14 +97,7 @@ class _Writer:
 def run_graph(
     module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
 ) -> Any:
-    """Run a graph node by node.
-
-    Args:
-        module: Module that contains the targets.
-        graph: The graph.
-        inputs: Values of the placeholders.
-        around: Context in which each node runs.
-    """
+    """Run a graph of a module node by node, each in the context that ``around`` makes."""
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)

@@ -36,21 +36,19 @@ class _Constant:
 def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
     """Return a graph as data that can be compared, copied and pickled: for each node its name, target and arguments.
 
-    Args:
-        graph: The graph.
-        constants: The module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
+    ``constants`` is the module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
     """
     place = {node: _Index(index) for index, node in enumerate(graph.nodes)}
     held = constants if isinstance(constants, Mapping) else constants._buffers
 
-    def called(node: fx.Node) -> Any:
+    def called_target(node: fx.Node) -> Any:
         constant = held.get(str(node.target)) if node.op == "get_attr" and "_tensor_constant" in str(node.target) else None
         return node.target if constant is None else _Constant(constant)
 
     return [
         (
             node.name if node.op != "placeholder" else str(node.target),
-            (node.op, called(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
+            (node.op, called_target(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
             map_arg((node.args, node.kwargs), lambda other: place[other]),
             node.meta.get("draws", False),
         )
@@ -86,13 +84,13 @@ class Twins(dict[str, fx.Node]):
     def __init__(self, first: list[Any], graph: fx.Graph) -> None:
         super().__init__()
         nodes = list(graph.nodes)
-        ours, theirs = _places(first), _places(graph_data(graph, {}))
+        ours, theirs = _call_positions(first), _call_positions(graph_data(graph, {}))
         alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
         self.update((first[one][0], nodes[other]) for here, there in alike for one, other in zip(here, there, strict=True))
         self.unique = {first[here[0]][0] for here, _ in alike if len(here) == 1}
 
 
-def _places(data: list[Any]) -> dict[Any, list[int]]:
+def _call_positions(data: list[Any]) -> dict[Any, list[int]]:
     """Return the positions at which each operation is called."""
     places: dict[Any, list[int]] = {}
     for place, (name, called, *_) in enumerate(data):

@@ -29,23 +29,15 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
 
 
 def expect_outputs(result: Any, count: int, label: str) -> None:
-    """Check the number of outputs of the replacement of a subgraph.
-
-    Raises:
-        ScheduleError: ``result`` is not a tuple or list of ``count`` values.
-    """
+    """Raise ``ScheduleError`` unless a subgraph's replacement returns a tuple or list of ``count`` values."""
     if not isinstance(result, (tuple, list)) or len(result) != count:
         kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
         raise ScheduleError(f"{label} returns {kind}, but the subgraph that it replaced has {count} outputs; return a tuple")
 
 
 def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """Check an answer that the forward's Python code got from a tensor, or from torch itself.
-
-    Raises:
-        TraceError: the answer differs in this call.
-    """
-    if problem := _unexpected(answer, name, tensor, args, kwargs):
+    """Raise ``TraceError`` if a tensor, or torch itself, gives the forward's code another answer in this call."""
+    if problem := _answer_problem(answer, name, tensor, args, kwargs):
         raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
 
 
@@ -56,7 +48,9 @@ def asks_for_gradients(module: nn.Module) -> bool:
     return not asked.isdisjoint((*private.MODES, "requires_grad", "is_leaf", "grad_fn"))
 
 
-def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _answer_problem(
+    answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
     now = getattr(torch if of is None else of, name)
     now = now(*args, **kwargs) if callable(now) else now
     return None if now == answer else f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
@@ -81,7 +75,7 @@ class Expectation(NamedTuple):
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """Return the difference as text, or None."""
-        return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
+        return _answer_problem(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 
 class Slot:

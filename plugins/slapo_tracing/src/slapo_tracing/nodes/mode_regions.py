@@ -26,9 +26,7 @@ def current_modes(baseline: ModeState = (), grad: bool = False) -> ModeState:
 
 
 def autocast_state() -> ModeState:
-    """Return the active autocast: device types and dtypes. A forward's code may depend on it, so a graph serves one state
-    only.
-    """
+    """Return the active autocast, by device type and dtype. A forward may depend on it, so a graph serves one state."""
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 

@@ -84,14 +84,9 @@ def fill(value: Any, parts: dict[Any, Any]) -> None:
 
 
 def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any, dict[Any, Any] | None]]:
-    """Yield path, value and contents of everything inside ``value`` except plain atoms, starting with itself.
+    """Yield path, value and ``contents`` of everything inside ``value`` except plain atoms, starting with itself.
 
-    Args:
-        value: Any value.
-        seen: Ids of containers and objects to skip; those visited are added.
-
-    Yields:
-        The attribute names and keys that lead to the value; the value; its ``contents``.
+    A path has the attribute names and keys that lead to a value. ``seen`` has the ids of those to skip; visited ones are added.
     """
     seen = set() if seen is None else seen
     todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
@@ -116,7 +111,7 @@ class Snapshot:
     def __init__(self, value: Any, seen: set[int] | None = None) -> None:
         self.parts = {path: (part, parts) for path, part, parts in walk(value, seen) if parts is not None}
 
-    def changed(self) -> list[tuple[Any, ...]]:
+    def changed_paths(self) -> list[tuple[Any, ...]]:
         """Return the paths of the parts that have changed."""
         return [path for path, (part, old) in self.parts.items() if not _has_same_parts(part, old)]
 
@@ -155,9 +150,7 @@ def has_tensor(value: Any) -> bool:
 
 
 def is_input(value: Any) -> bool:
-    """Return True if a graph must receive the value at every call: a tensor, or an object that a forward may change, e.g. a
-    cache.
-    """
+    """Return True if a graph must receive the value at every call: a tensor, or an object such as a cache."""
     return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
@@ -261,9 +254,7 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers
 
 
 def shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
-    """Return a module with the same attributes, parameters and children in tables of its own; with ``bare``, in empty
-    tables.
-    """
+    """Return a module with the same attributes, and the same contents in tables of its own; ``bare`` leaves these empty."""
     copied: nn.Module = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     for name in MODULE_TABLES:

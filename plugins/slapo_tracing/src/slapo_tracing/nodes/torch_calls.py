@@ -87,11 +87,11 @@ class Effects:
         self.tensors = [*tensors_in((args, kwargs))]
         self._before = [private.version(tensor) for tensor in self.tensors]
 
-    def draws(self) -> bool:
+    def has_drawn(self) -> bool:
         """Return True if random numbers have been drawn so far."""
         return self._watch.drawn > self._drawn
 
-    def changed(self) -> set[int]:
+    def changed_arguments(self) -> set[int]:
         """Return the ids of the arguments changed so far."""
         return {id(t) for t, before in zip(self.tensors, self._before, strict=True) if private.version(t) != before}
 
@@ -107,22 +107,12 @@ def is_dynamic(node: fx.Node) -> bool:
     inputs = node.all_input_nodes
     vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
     by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)
-    return (
-        node.op == "call_module"
-        or name in _DATA_DEPENDENT_SHAPES
-        or by_mask
-        or any(other.meta.get("dynamic") for other in inputs)
-    )
+    may_be_itself = node.op == "call_module" or name in _DATA_DEPENDENT_SHAPES or by_mask
+    return may_be_itself or any(other.meta.get("dynamic") for other in inputs)
 
 
 def is_uncertain_query(name: str, depth: int) -> bool:
-    """Return True if the model's own code queries a mode, or a fact that may differ between tensors of equal shape and
-    dtype.
-
-    Args:
-        name: Name of the queried function or property.
-        depth: Depth of the code in the caller's stack.
-    """
+    """Return True if the model's own code, ``depth`` frames up, queries a mode or a fact that shape and dtype do not tell."""
     frame = sys._getframe(depth + 1)
     return name in _UNCERTAIN_QUERIES and not (frame.f_code.co_filename.startswith(_TORCH) or _is_slapo(frame))
 

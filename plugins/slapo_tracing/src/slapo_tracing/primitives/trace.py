@@ -67,13 +67,8 @@ class TracePrimitive(Primitive):
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace the module and put the traced module in its place."""
-        options = {
-            "recursive": recursive,
-            "flatten": flatten,
-            "leaf_modules": leaf_modules,
-            "tracer": tracer,
-            "concrete_args": concrete_args,
-        }
+        options = {"recursive": recursive, "flatten": flatten, "leaf_modules": leaf_modules, "tracer": tracer}
+        options["concrete_args"] = concrete_args
         if is_container(schedule.mod):
             for name, _ in list(schedule.mod.named_children()):
                 schedule[name].apply("trace", **options)

@@ -40,7 +40,7 @@ class TraceUntilPrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
         """Refuse errors that are visible without running the model."""
-        _named(schedule, paths)
+        _modules_at(schedule, paths)
         if unknown := kwargs.keys() - {"tracer", "leaf_modules", "example_inputs", "concrete_args"}:
             raise ScheduleError(f"takes no {min(unknown)!r}; see its help", path=schedule.path, primitive="trace_until")
         TracePrimitive.check(schedule, **kwargs)
@@ -48,22 +48,21 @@ class TraceUntilPrimitive(Primitive):
     @staticmethod
     def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
         """Trace the module and put the traced module in its place."""
-        named = _named(schedule, paths)
+        named = _modules_at(schedule, paths)
         parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
         whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]
         whole += [path for path in named if path in parents]
         leaves = [*whole, *leaf_list(kwargs.pop("leaf_modules", None))]
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
-        missing = [
-            path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]
-        ]
+        modules = {traced.get_submodule(name) for name in called}
+        missing = [path for path, module in named.items() if path not in called and module not in modules]
         if missing and kwargs.get("tracer") != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
         put_in_place(schedule, traced)
 
 
-def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
+def _modules_at(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     given = [paths] if isinstance(paths, str) else paths
     if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):

@@ -24,9 +24,6 @@ def assigned_values(recorder: Recorder) -> dict[str, Any]:
     If a module keeps a cache, i.e. a constant in an attribute that the forward had read before, the module's constants are left
     out, since some describe the call that filled the cache. The second of two runs returns the paths of the first, whatever it
     assigns.
-
-    Args:
-        recorder: Recorder of the forward, which has run.
     """
     if recorder.earlier is not None:
         recorder.assigned = recorder.earlier.assigned
@@ -46,12 +43,10 @@ def mark_assigned_tensors(recorder: Recorder) -> None:
 
 
 def _assigned_to(recorder: Recorder, module: nn.Module) -> list[str]:
-    before = recorder.sandbox.held_before(module)
-    changed = [
-        name
-        for name, value in vars(module).items()
-        if name not in MODULE_ATTRIBUTES and ((id(module), name) in recorder.writes or before.get(name, _MISSING) is not value)
-    ]
+    before = recorder.sandbox.attributes_before(module)
+    own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    is_written = {name: (id(module), name) in recorder.writes for name in own}
+    changed = [name for name, value in own.items() if is_written[name] or before.get(name, _MISSING) is not value]
     constants = {name for name in changed if _is_constant(recorder, vars(module)[name])}
     has_cache = any((id(module), name) in recorder.reads_before for name in constants)
     return [name for name in changed if not has_cache or name not in constants]

@@ -71,44 +71,32 @@ class Attributes:
             self._keys.setdefault(tuple(path.split(".")) if path else (), []).append((path, name))
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
-        self._take(self._read(root))
+        self._store_values(self._read(root))
         self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _SUBMODULE or isinstance(v, torch.dtype)}
         self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
-        self._note()
+        self._store_facts()
 
     def check(self, module: nn.Module) -> None:
-        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in
-        use.
-
-        Raises:
-            TraceError: an attribute differs.
-        """
-        if changed := self.changed(module, in_part=True):
+        """Raise ``TraceError`` if an attribute differs on ``module``, a part of the root, or on a root still in use."""
+        if find_change := self.find_change(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
     def check_original(self, module: nn.Module) -> None:
-        """Refuse a value that was set on the original module since, but not on ``module``, which replaces it.
-
-        Raises:
-            TraceError: an attribute differs.
-        """
+        """Raise ``TraceError`` for a value set on the original module since, but not on ``module``, which replaces it."""
         original = self._original() if self._original is not None else None
         if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
             return
-        there = {
-            key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
-        }
+        known = self._values
+        there = {k: part for k, part in self._read(original).items() if k not in self._own and part is not known[k]}
         here = self._read(module) if there else {}
-        differs = {
-            key: part for key, part in there.items() if attribute_facts(part) != attribute_facts(here.get(key, _MISSING))
-        }
+        differs = {k: part for k, part in there.items() if attribute_facts(part) != attribute_facts(here.get(k, _MISSING))}
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
-    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+    def find_change(self, root: nn.Module, in_part: bool = False) -> str | None:
         """Return the first attribute that differs, as text, or None; ``in_part`` ignores weights and submodules."""
-        every = bool(self._inside.changed())
+        every = bool(self._inside.changed_paths())
         if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
         values = self._read(root)
@@ -118,7 +106,7 @@ class Attributes:
         values = {key: value for key, value in values.items() if key not in self._held} if in_part else values
         found = self._difference(values, every)
         if found is None:
-            self._take({**self._values, **values})
+            self._store_values({**self._values, **values})
         return found
 
     def _difference(self, values: dict[tuple[str, str], Any], every: bool) -> str | None:
@@ -156,11 +144,11 @@ class Attributes:
                     return False
         return True
 
-    def _take(self, values: dict[tuple[str, str], Any]) -> None:
+    def _store_values(self, values: dict[tuple[str, str], Any]) -> None:
         self._values, self._inside = values, Snapshot(values)
         self._watched = [(path, [(key, key[1], values.get(key)) for key in keys]) for path, keys in self._keys.items()]
 
-    def _note(self) -> None:
+    def _store_facts(self) -> None:
         self._traced = {key: _facts(key, value) for key, value in self._values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,8 +156,8 @@ class Attributes:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take(self._values)
-        self._note()  # a copy has tensors of its own
+        self._store_values(self._values)
+        self._store_facts()  # a copy has tensors of its own
 
 
 def submodule_at(root: nn.Module, path: Iterable[str]) -> nn.Module | None:

@@ -47,7 +47,7 @@ class StateChange(NamedTuple):
 
 def state_changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[StateChange]:
     """Yield the changed state, once for each module that holds it."""
-    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
+    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed_paths())}
     first: dict[Any, tuple[nn.Module, str]] = {}
     for module in modules if changed else ():
         for path, (part, _) in Snapshot(vars(module)).parts.items():
@@ -68,11 +68,11 @@ class UsualAttributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._usual = {id(module): dict(vars(module)) for module in modules}
 
-    def keep(self, module: nn.Module) -> None:
+    def accept(self, module: nn.Module) -> None:
         """Accept the present attributes of a module and of the modules inside, which it has set itself."""
         self._usual |= {id(each): dict(vars(each)) for each in module.modules() if id(each) in self._usual}
 
-    def changed(self, module: nn.Module) -> tuple[nn.Module, str] | None:
+    def find_unusual(self, module: nn.Module) -> tuple[nn.Module, str] | None:
         """Return the first module inside that has an unusual attribute, with its name; None if there is none."""
         return next(((each, name) for each in module.modules() for name in vars(each) if self.differs(each, name)), None)
 
@@ -80,12 +80,8 @@ class UsualAttributes:
         """Return True if a module has an unusual value for an attribute."""
         usual = self._usual.get(id(module), vars(module))
         before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
-        return (
-            before is not now
-            and name not in MODULE_ATTRIBUTES
-            and name not in _TABLES
-            and attribute_facts(before) != attribute_facts(now)
-        )
+        is_setting = name not in MODULE_ATTRIBUTES and name not in _TABLES
+        return before is not now and is_setting and attribute_facts(before) != attribute_facts(now)
 
 
 class RepeatedRun:
@@ -114,9 +110,7 @@ class RepeatedRun:
         self.left = self._state(first.values(), ())
 
     def difference(self, second: Mapping[str, Recorder], cause: StateChange) -> tuple[nn.Module, str] | None:
-        """Return the module and name of state that the second run leaves otherwise; those of ``cause`` if only the graphs
-        differ.
-        """
+        """Return module and name of state that the second run leaves otherwise; of ``cause`` if only the graphs differ."""
         recorders = list(second.values())
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
         for module, then, now in zip(self.modules, self.left, self._state(recorders, self.first.values()), strict=True):
@@ -126,19 +120,17 @@ class RepeatedRun:
         return None if repeats else cause[:2]
 
     def _state(self, recorders: Iterable[Recorder], earlier: Iterable[Recorder]) -> list[dict[str, Any]]:
-        """Return the state of the modules after a run, with each tensor as the node that made it, of this run or an earlier
-        one.
-        """
+        """Return the state of the modules after a run, with each tensor as the node that made it, in this or an earlier run."""
         computed = {id(tensor) for module, name in self.assigned for tensor in tensors_in(vars(module).get(name))}
 
-        def meaning(tensor: torch.Tensor) -> Any:
+        def identity_of(tensor: torch.Tensor) -> Any:
             own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)
             made = own or next((each.nodes[id(tensor)] for each in earlier if id(tensor) in each.nodes), None)
             node = None if made is None else self.known.get(made, made)
             is_same = node is not None and ((own is not None and id(tensor) in computed) or is_constant(node))
             return id(tensor) if id(tensor) in self.old else node if is_same else object()
 
-        prints = [fingerprint(vars(module), meaning)[1] for module in self.modules]
+        prints = [fingerprint(vars(module), identity_of)[1] for module in self.modules]
         return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
 
     def _matches(self, first: Recorder, second: Recorder) -> bool:
@@ -147,7 +139,7 @@ class RepeatedRun:
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
             start = 0 if SIZE in node.meta else place  # the code that filled the cache may have read the size earlier
-            found = next((i for i in range(start, len(nodes)) if same and self._alike(nodes[i], node)), None)
+            found = next((i for i in range(start, len(nodes)) if same and self._are_equal(nodes[i], node)), None)
             if found is not None and all(map(is_constant, nodes[place:found])):
                 place, self.known[node] = max(place, found + 1), nodes[found]
                 continue
@@ -157,7 +149,7 @@ class RepeatedRun:
             self.known[node] = earlier
         return True
 
-    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+    def _are_equal(self, one: fx.Node, other: fx.Node) -> bool:
         facts = [(node.op, node.target, node.meta.get("regions")) for node in (one, other)]
         if facts[0] != facts[1]:
             return False
@@ -180,9 +172,9 @@ def is_constant(node: fx.Node) -> bool:
         value = other.meta.get("val")
         if SIZE in other.meta:
             continue
-        if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
+        if other.op in ("placeholder", "call_module", "output") or other.meta.get("draws"):
             return False
-        if other.meta.get("draws"):
+        if value is not None and value.requires_grad:
             return False
         if other.meta.get("mutates") and any(given.op == "get_attr" for given in other.all_input_nodes):
             return False

@@ -70,9 +70,7 @@ def without_engine_hooks(root: nn.Module) -> Iterator[None]:
 
 
 def _is_engine_hook(hook: Any) -> bool:
-    """Return True if a hook belongs to an engine, by its Python module or a true attribute ``of_engine``, or exists for one
-    trace.
-    """
+    """Return True if a hook belongs to an engine, by its Python module or ``of_engine``, or exists for one trace."""
     if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
         return True
     while isinstance(hook, partial):

@@ -112,14 +112,14 @@ class Recorder:
         keep = f"keep the module that does it whole with leaf_modules{instead}"
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
-    def within(self, module: nn.Module) -> AbstractContextManager[None]:
+    def inline_module(self, module: nn.Module) -> AbstractContextManager[None]:
         """Attribute the recorded nodes of a ``with`` block to an inlined module."""
         path = self.modules[id(module)][0]
         self.inlined.add(path)
-        return self._at(path)
+        return self._inside_path(path)
 
     @contextmanager
-    def _at(self, path: str) -> Iterator[None]:
+    def _inside_path(self, path: str) -> Iterator[None]:
         self.inside.append(path)
         try:
             yield
@@ -130,7 +130,7 @@ class Recorder:
     def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
         """Attribute the recorded nodes of a ``with`` block to the module of a node of another graph, the one of ``path``."""
         self.is_rewrite = node.meta.get("is_rewrite", False)
-        return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
+        return self._inside_path(".".join(filter(None, (path, node.meta.get("module", "")))))
 
     def add_alias(self, other: nn.Module, module: nn.Module) -> None:
         """Register ``other``, which shares the attributes, parameters and submodules of ``module``, as that module."""
@@ -140,9 +140,7 @@ class Recorder:
     def argument(self, value: Any, exact: bool = False) -> Any:
         """Return the graph's form of a value that the forward uses.
 
-        Args:
-            value: Any value.
-            exact: True to keep a ``torch.Size``. Otherwise it becomes a tuple, which torch's functions take as well.
+        Without ``exact``, a ``torch.Size`` becomes a tuple, which torch's functions take as well.
         """
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -164,9 +162,10 @@ class Recorder:
         node = self.nodes.get(id(value))
         if node is None:
             name = self.state.get(id(value))
-            node = self._kept(value) or (
-                self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
-            )
+            node = self._earlier_value(value)
+            if node is None and name:
+                node = self._create("get_attr", name, (), {}, value)
+            node = node or self._inside_object(value) or self._constant(value)
             self._bind_tensor(node, value)
         return node
 
@@ -190,7 +189,7 @@ class Recorder:
     def attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         """Return the value of an attribute that the forward reads; an integer records its origin."""
         self.reads.add((id(module), name))
-        if self.sandbox.held_before(module).get(name) is value:
+        if self.sandbox.attributes_before(module).get(name) is value:
             self.reads_before.add((id(module), name))
         if hasattr(type(value), "__next__") or isinstance(value, Random):
             raise self._refusal(f"the forward reads {name!r}, which gives something else every time")
@@ -198,7 +197,7 @@ class Recorder:
             return value
         return Size(value, "get_attr", self.graph, ".".join(filter(None, (self.modules[id(module)][0], name))))
 
-    def _kept(self, value: torch.Tensor) -> fx.Node | None:
+    def _earlier_value(self, value: torch.Tensor) -> fx.Node | None:
         earlier = self.earlier.nodes.get(id(value)) if self.earlier else None
         if earlier is None or earlier.op == "get_attr" or id(value) in self.sandbox.originals:
             return None
@@ -230,7 +229,7 @@ class Recorder:
         if (tracked := self.objects.get(id(value))) is not None:
             self.write_changes(tracked)
             return tracked.node
-        if id(value) in self.shared and not has_tensor(value):
+        if id(value) in self.shared_objects and not has_tensor(value):
             return value
         memo = _SlotMemo(self)
         try:
@@ -246,7 +245,7 @@ class Recorder:
         """Record the changes that Python code made to a tracked object that the graph is about to use."""
         self.passed.append(tracked)
         done: list[tuple[Any, ...]] = []
-        for path in tracked.known.changed():
+        for path in tracked.known.changed_paths():
             if any(path[: len(outer)] == outer for outer in done):
                 continue  # the outer change brings the new inner object along
             if tracked.node is None:
@@ -260,7 +259,7 @@ class Recorder:
         tracked.refresh()
 
     @cached_property
-    def shared(self) -> dict[int, Any]:
+    def shared_objects(self) -> dict[int, Any]:
         """Objects that the modules hold, such as configs, which a graph may hold too."""
         held = {id(value): value for _, module in self.modules.values() for value in vars(module).values()}
         return {**held, **{key: module for key, (_, module) in self.modules.items()}}
@@ -343,7 +342,7 @@ class Recorder:
             return self._ask(func, name, args, kwargs)
         value_reads = self.sandbox.mode.value_reads
         out = func(*args, **kwargs)
-        if not has_tensor(out) and not effects.changed() and func.__name__ != "__set__":
+        if not has_tensor(out) and not effects.changed_arguments() and func.__name__ != "__set__":
             is_fact = not effects.tensors or (self.sandbox.fake and value_reads == self.sandbox.mode.value_reads)
             return out if is_fact else self._ask(func, name, args, kwargs)
         if isinstance(out, (tuple, list)) and not self.sandbox.fake:
@@ -365,7 +364,7 @@ class Recorder:
 
     def _mark(self, node: fx.Node, effects: Effects) -> set[int]:
         """Note the inputs that a call has changed in place, by their positions among the node's inputs, and random draws."""
-        changed, node.meta["draws"] = effects.changed(), effects.draws()
+        changed, node.meta["draws"] = effects.changed_arguments(), effects.has_drawn()
         if changed:
             nodes: set[fx.Node | None] = {self.nodes[key] for key in changed if key in self.nodes}
             nodes |= {held.node for held in self.objects.values() if any(id(t) in changed for t in tensors_in(held.value))}
@@ -461,7 +460,7 @@ class _SlotMemo(dict[int, Any]):
         self.kept: list[Any] = []
 
     def get(self, key: int, default: Any = None) -> Any:
-        tracked, kept = self.recorder.objects.get(key), self.recorder.shared.get(key)
+        tracked, kept = self.recorder.objects.get(key), self.recorder.shared_objects.get(key)
         if key not in self and tracked is not None:
             self.recorder.write_changes(tracked)
             self[key] = self._slot(tracked.node)

@@ -60,18 +60,14 @@ class Sandbox:
         return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a substitute for an input, so that a change in place does not affect the caller's tensor.
-
-        Raises:
-            TraceError: a nested tensor, which has no shape.
-        """
+        """Return a substitute for an input, so that a change in place does not affect the caller's tensor."""
         if tensor.is_nested and tensor.layout is not torch.jagged:
             raise TraceError("it is given a nested tensor, which has no shape that a graph could be made for")
         if self.fake and not self.mode.keeps_values:
             return self.fake_of(tensor)
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    def held_before(self, module: nn.Module) -> dict[str, Any]:
+    def attributes_before(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module before the forward ran; empty for a module that was not there."""
         return self.state[id(module)].parts[()][1] if id(module) in self.state else {}
 
@@ -171,7 +167,7 @@ class PythonRandomState:
         self.state = random.getstate()
         self.numpy_state: Any = self.numpy.get_state() if self.numpy else None
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return True if numbers have been drawn."""
         numpy_state = self.numpy.get_state() if self.numpy else None
         return random.getstate() != self.state or fingerprint(numpy_state) != fingerprint(self.numpy_state)

@@ -76,17 +76,21 @@ def _replace_captured(
     if isinstance(value, kind):
         return change(value)
 
-    def again(part: Any) -> Any:
+    def replace_part(part: Any) -> Any:
         return _replace_captured(part, change, kind, memo)
 
     if isinstance(value, FunctionType):
-        return _copy_function(value, again, memo)
+        return _copy_function(value, replace_part, memo)
     if type(value) is partial:
-        return partial(again(value.func), *map(again, value.args), **{key: again(part) for key, part in value.keywords.items()})
+        return partial(
+            replace_part(value.func),
+            *map(replace_part, value.args),
+            **{key: replace_part(part) for key, part in value.keywords.items()},
+        )
     if type(value) in (tuple, list):
-        return type(value)(map(again, value))
+        return type(value)(map(replace_part, value))
     if type(value) is dict:
-        return {key: again(part) for key, part in value.items()}
+        return {key: replace_part(part) for key, part in value.items()}
     return value
 
 

@@ -19,8 +19,7 @@ from .value_tracer import trace_again
 
 
 def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """Return the graph of ``torch.export`` in this package's calling convention: modules inlined, parameters under their
-    names.
+    """Return the graph of ``torch.export`` in this package's form: modules inlined, parameters under their names.
 
     Raises:
         TraceError: export refuses the module.
@@ -31,9 +30,8 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         exported = torch.export.export(module, args, kwargs, strict=False)
     except Exception as err:  # export raises errors of many types
-        raise TraceError(
-            f"tracer 'export' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; use tracer='value'"
-        ) from err
+        what = f"tracer 'export' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}"
+        raise TraceError(f"{what}; use tracer='value'") from err
     flat = exported.module(check_guards=False)
     assert isinstance(flat, fx.GraphModule)
     graph = fx.Graph()

@@ -33,7 +33,7 @@ class SymbolicGuard(Guard):
         for name, traced in self.traced.items():
             if (given := call.given[name]) != traced:
                 return difference(traced, given, name)
-        changed = self.attributes.changed(module) if self.attributes is not None else None
+        changed = self.attributes.find_change(module) if self.attributes is not None else None
         return changed and f"attribute {changed}"
 
 
@@ -42,15 +42,8 @@ def trace_fx(
 ) -> TracedModule:
     """Return the graph that ``torch.fx`` makes, with further graphs for the modules that ``plan`` gives their own.
 
-    Args:
-        module: The module to trace.
-        example: Positional and keyword arguments of a call. None: any tensors, for arguments without a default.
-        plan: ``"leaf"``, ``"inline"`` or ``"graph"`` for each module inside.
-        concrete_args: Arguments that are not inputs, with their values.
-        tracer: The tracer class.
-
-    Raises:
-        TraceError: the forward treats symbolic values differently from tensors.
+    ``example`` has the arguments of a call; None: any tensors, for arguments without a default. ``concrete_args`` are no
+    inputs. Raises ``TraceError`` if the forward treats symbolic values differently from tensors.
     """
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
@@ -62,18 +55,12 @@ def trace_fx(
     for node in list(graph.find_nodes(op="placeholder")):
         if str(node.target).removeprefix("*") not in placeholders:
             _erase(graph, node)
-    guard = SymbolicGuard(
-        parameters,
-        module.training,
-        autocast_state(),
-        {name: fingerprint(part) for name, part in concrete.items()},
-        placeholders,
-    )
+    fingerprints = {name: fingerprint(part) for name, part in concrete.items()}
+    guard = SymbolicGuard(parameters, module.training, autocast_state(), fingerprints, placeholders)
     names = {id(each): path for path, each in source.named_modules()}
     guard.attributes = Attributes(module, {(names[key], name) for key, name in reads if key in names}, {})
-    traced = TracedModule(
-        module, graph, guard, inner=_trace_submodules(module, graph, plan, tracer), inlined=inlined, retrace=trace_again
-    )
+    inner = _trace_submodules(module, graph, plan, tracer)
+    traced = TracedModule(module, graph, guard, inner=inner, inlined=inlined, retrace=trace_again)
     if is_opaque(module):
         share_hooks(module, traced)
     return traced
@@ -91,10 +78,8 @@ def _split_arguments(parameters: Any, example: Any, concrete: Mapping[str, Any])
     if example is None:
         defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
         values = {**defaults, **concrete}
-        free = [
-            name for name, each in parameters.parameters.items() if name not in values and each.kind is not each.VAR_KEYWORD
-        ]
-        return values, tuple(free)
+        named = (name for name, each in parameters.parameters.items() if each.kind is not each.VAR_KEYWORD)
+        return values, tuple(name for name in named if name not in values)
     values = argument_values(parameters, *example)
     inputs = tuple(name for name, value in values.items() if is_input(value) and name not in concrete)
     return {name: value for name, value in values.items() if name not in inputs}, inputs
@@ -116,23 +101,20 @@ def _graph(
             return bool(leaf)
 
     def read(holder: nn.Module, name: str, value: Any) -> Any:
-        if name not in MODULE_ATTRIBUTES and (
-            name not in MODULE_TABLES or isinstance(holder, Iterable)
-        ):  # fx itself reads the tables of all
+        # fx itself reads the tables of all
+        if name not in MODULE_ATTRIBUTES and (name not in MODULE_TABLES or isinstance(holder, Iterable)):
             reads.add((id(holder), name))
         return value
 
-    def passed_on(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_through(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     try:
-        with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
+        with private.intercept(call_through, call_through, read, lambda name, answer: answer()):
             return Tracer().trace(module, concrete), reads, inlined
     except Exception as err:  # symbolic values may break any code
-        raise TraceError(
-            f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs and no tracer, "
-            "and the forward is run instead"
-        ) from err
+        what = f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}"
+        raise TraceError(f"{what}; give example_inputs and no tracer, and the forward is run instead") from err
 
 
 def _trace_submodules(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Tracer]) -> dict[str, nn.Module]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,8 +19,7 @@ def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> A
     The first inputs for the whole model become the schedule's example inputs.
     """
     if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
-        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
-        schedule._root.example_inputs = example_inputs
+        schedule.example_inputs = example_inputs
     if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
         return trace(schedule.mod, example_inputs=example_inputs, **options)
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
@@ -29,8 +27,8 @@ def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> A
 
 def put_in_place(schedule: Schedule, traced: nn.Module) -> None:
     """Put a traced module in the schedule's place, and carry over the metadata of each module."""
-    before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
+    before = dict(schedule.mod.named_modules())
     schedule.replace_module(traced)
     for path, module in traced.named_modules():
-        if path in before and before[path] in known:
-            known[module] = known[before[path]]
+        if path in before:
+            schedule.share_metadata(before[path], module)

@@ -97,14 +97,14 @@ class _Session(TorchFunctionMode):
         path = self.paths[id(module)]
         kind = self.plan(path, module)
         kind = "leaf" if is_opaque(module, inlined=kind == "inline") else kind
-        if kind == "leaf" and (found := self.settings.changed(module)) is not None:
+        if kind == "leaf" and (found := self.settings.find_unusual(module)) is not None:
             if is_opaque(module):
                 raise TraceError(f"the forward sets {found[1]!r} for some calls of {path!r}, which is sharded or has hooks")
             kind = "inline"  # the graph then has the operations for these attributes
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            with recorder.within(module), _note_failing_module(path):
+            with recorder.inline_module(module), _note_failing_module(path):
                 return self.run_recorded(recorder, call, module, args, kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
@@ -128,14 +128,14 @@ class _Session(TorchFunctionMode):
         """Run a module unrecorded. Its draws from Python's and NumPy's random numbers do not count."""
         others, self.running = PythonRandomState(), module
         try:
-            with self._unrecorded():
+            with self._pause_recording():
                 return call(module, *args, **kwargs)
         finally:
             others.restore()
-            self.settings.keep(module)
+            self.settings.accept(module)
 
     @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
+    def _pause_recording(self) -> Iterator[None]:
         self.stack.append(None)
         try:
             yield
@@ -172,7 +172,7 @@ class _Session(TorchFunctionMode):
         guard = Guard.of(module, args, kwargs)
         args, kwargs = alias_duplicates((args, kwargs), set())
         earlier = self.earlier.graphs.get(path) if self.earlier else None
-        with self._unrecorded():
+        with self._pause_recording():
             recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
         self.graphs[path] = (recorder, guard)
         for name, value in Call(guard.parameters, module, args, kwargs).values.items():
@@ -190,9 +190,7 @@ class _Session(TorchFunctionMode):
         return out
 
     def _with_assigned(self, recorder: Recorder, out: Any) -> Any:
-        """Return the output of the graph: the forward's result, with the values left in attributes if these are
-        ``"returned"``.
-        """
+        """Return the output of the graph: the forward's result, with the values left in attributes if asked."""
         if self.request.assigned == "returned":
             return out, assigned_values(recorder)
         if self.request.assigned == "noted":
@@ -216,12 +214,12 @@ class _Session(TorchFunctionMode):
         variants = variants_of(module)
         assert variants is not None
         if not variants.is_rewritten:
-            original = variants.former(module)
+            original = variants.module_before_trace(module)
             recorder.add_alias(original, module)
             if isinstance(original, TracedModule):
                 return self._run_traced(recorder, original, args, kwargs)
             return type(original).forward(original, *args, **kwargs)
-        with self._unrecorded():
+        with self._pause_recording():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)
         inside = recorder.modules[id(module)][0]
         recorder.inlined |= {paths.join(inside, path) for path in variants.inlined_modules(graph)}
@@ -234,7 +232,7 @@ class _Session(TorchFunctionMode):
         recorder = self.stack[-1]
         if recorder is None:
             return call(*args, **kwargs)
-        with private.unrecorded(), self._unrecorded():
+        with private.unrecorded(), self._pause_recording():
             return recorder.call_function(call, args, kwargs)
 
     def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +241,7 @@ class _Session(TorchFunctionMode):
         if recorder is None:
             return call(function, *args, **kwargs)
         captured = CapturedFunction(function, call, private.modes_inside(self))
-        with self._unrecorded():
+        with self._pause_recording():
             return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
 
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
@@ -293,12 +291,7 @@ class _Session(TorchFunctionMode):
                 raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING_MODULE, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
-        """Refuse a forward that leaves its modules in another state, unless the next call, run by ``again``, computes the
-        same.
-
-        Raises:
-            TraceError: a graph would not compute the same as the forward at the next call.
-        """
+        """Raise ``TraceError`` if the forward leaves another state, unless the next call, run by ``again``, is the same."""
         changed = list(state_changes(self.target.modules(), self.sandbox.state.values()))
         inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
         own = [change for change in changed if id(change.module) not in inside]
@@ -312,26 +305,20 @@ class _Session(TorchFunctionMode):
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first, _ in changed:
             if first in shared:
-                # a name without attribute is a buffer
-                self.filled[id(module), name] = (
-                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else attribute_facts(value)
-                )
+                value = vars(module).get(name, torch.empty(0))  # a name without attribute is a buffer
+                self.filled[id(module), name] = None if has_tensor(value) else attribute_facts(value)
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
-            written = self._only_written(own) if self.sandbox.answers else set()
+            written = self._written_attributes(own) if self.sandbox.answers else set()
             assigned = {change[:2] for change in own if change.is_whole and self.request.assigned != "refused"}
             repeat = RepeatedRun(self.recorders, modules, self.sandbox.state.values(), written, assigned)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
-                what = (
-                    f"{what}, which a graph cannot repeat; leave the assignment out, or keep the module whole with leaf_modules"
-                )
-                raise TraceError(what, failing_module=self.paths.get(id(found[0])))
+                advice = "leave the assignment out, or keep the module whole with leaf_modules"
+                raise TraceError(f"{what}, which a graph cannot repeat; {advice}", failing_module=self.paths.get(id(found[0])))
 
-    def _only_written(self, changed: list[StateChange]) -> set[tuple[int, str]]:
-        """Return the attributes, by id of the module and name, that now hold a tensor without gradient. A graph does not set
-        them.
-        """
+    def _written_attributes(self, changed: list[StateChange]) -> set[tuple[int, str]]:
+        """Return the attributes, by module id and name, that now hold a tensor without gradient. A graph does not set them."""
         values = {(id(module), name): vars(module).get(name) for module, name, *_ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, *_ in changed:
@@ -340,9 +327,7 @@ class _Session(TorchFunctionMode):
         return written
 
     def _mark_changes(self, changed: list[StateChange]) -> None:
-        """Note, at calls of modules kept whole, the state that they may have changed on themselves, or read while others
-        changed it.
-        """
+        """Note at calls of whole modules the state that they may have changed, or read while others changed it."""
         found: dict[int, list[str]] = {}
         for module, name, (first, there), _ in changed:
             for holder in {id(module), *self.read_by.get((id(module), name), ())}:
@@ -452,7 +437,7 @@ def _run(
     with sandbox.open(grad):
         session = _Session(root, request, sandbox)
         session.run(args, kwargs)
-        if sandbox.random_numbers.changed():
+        if sandbox.random_numbers.has_changed():
             what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
             raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
         target = request.target

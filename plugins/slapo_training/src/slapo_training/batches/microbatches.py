@@ -22,8 +22,6 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows
     """Split every tensor of a batch into parts with equally many rows; other values go to each part.
 
     Args:
-        batch: Arguments by name.
-        parts: Number of parts.
         several: Name of the variadic argument ``*args``, whose value is a tuple.
         rows: Locates the rows; None for dimension 0 of each tensor.
 
@@ -106,10 +104,6 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
 
     Labels are the argument ``labels`` and every other integer argument that holds ``ignored``, if ``ignored`` is negative;
     values from 0 on are ordinary in other arguments.
-
-    Args:
-        parts: Micro-batches.
-        ignored: Label value that the loss excludes.
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
     numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
@@ -126,10 +120,7 @@ LabelKey = tuple[str, int]
 def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[LabelKey], list[tuple[int, ...]]]:
     """Return the labels that the loss may be a mean over, and their counts in each micro-batch.
 
-    Args:
-        parts: Micro-batches.
-        ignored: Label value that the loss excludes.
-        is_told: True if a loss has shown that value; if not, a value from 0 on is counted in ``labels`` only.
+    ``is_told`` says that a loss has shown the ignored value; if not, a value from 0 on is counted in ``labels`` only.
     """
     tensors = [tensors_of(part) for part in parts]
     names = [name for name, value in tensors[0].items() if _is_numbers(value) and value.dtype is not torch.bool]

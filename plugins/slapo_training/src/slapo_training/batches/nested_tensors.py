@@ -41,10 +41,10 @@ def with_tensors(value: Any, change: Callable[[Path, torch.Tensor], torch.Tensor
     if parts is None:
         return value
     prefix = f"{path}." if path else ""
-    return _rebuilt(value, {key: with_tensors(part, change, f"{prefix}{key}") for key, part in parts.items()})
+    return _rebuild(value, {key: with_tensors(part, change, f"{prefix}{key}") for key, part in parts.items()})
 
 
-def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
+def _rebuild(value: Any, parts: dict[Any, Any]) -> Any:
     """Return a structure of the same kind with other parts."""
     if isinstance(value, list):
         return [*parts.values()]

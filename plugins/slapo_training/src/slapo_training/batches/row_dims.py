@@ -61,9 +61,8 @@ def size_of(path: Path, value: Any, dim: int) -> int:
 def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
     """Return a part of a token batch without image arguments if it has no images, as a processor would.
 
-    Args:
-        part: Arguments by name; images are concatenated, or padded by zeros to the same number per row.
-        token: Token id of an image in ``input_ids``, or None if unknown.
+    Images are concatenated, or padded by zeros to the same number per row. ``token`` is that of an image in ``input_ids``, or
+    None if it is unknown.
     """
     ids, images = part.get("input_ids"), part.get("pixel_values")
     if not isinstance(ids, torch.Tensor):
@@ -82,9 +81,6 @@ class RowDims:
     """Locates the rows in the arguments of one batch, or of a part of one.
 
     Args:
-        batch: Arguments by name.
-        rows: Number of rows.
-        given: The option ``batch_dims``.
         tokens: Token ids of an ``"image"`` and a ``"video"`` in ``input_ids``.
         known: Dimensions of the rows in earlier batches.
         is_part: True for a part of an earlier batch, which has the known dimensions; False to check them.
@@ -118,7 +114,7 @@ class RowDims:
         """Return the place of the rows in a tensor; ``counted`` are the tensors whose entries it counts."""
         name, tensor = option_name_of(path, self._given), self._tensors[path]
         if name is None:
-            return self._inferred(path, tensor)
+            return self._infer_row_dim(path, tensor)
         dim = self._given[name]
         if dim is None:
             return None
@@ -130,7 +126,7 @@ class RowDims:
             )
         return dim % tensor.dim()
 
-    def _inferred(self, path: Path, tensor: torch.Tensor) -> Place:
+    def _infer_row_dim(self, path: Path, tensor: torch.Tensor) -> Place:
         shape, known = tuple(tensor.shape), self._known.get(path)
         if self._is_part and path in self._known and known is None:
             return None
@@ -197,9 +193,9 @@ class RowDims:
             if place is None or (isinstance(place, int) and place != 0):
                 raise BuildError(f"batch_dims[{path!r}] is {count!r}, which does not have the rows in dimension 0")
             ends = place if isinstance(place, list) else ends
-            counts = _numbers(path, self._tensors[count])
+            counts = _count_list(path, self._tensors[count])
         else:
-            counts = _numbers(path, _call_count(path, count, self._batch))
+            counts = _count_list(path, _call_count(path, count, self._batch))
         if len(counts) != ends[-1]:
             raise BuildError(f"batch_dims[{path!r}] counts the entries of {len(counts)} rows, but the batch has {ends[-1]}")
         sums, number = [0, *accumulate(counts)], len(self._tensors[path])
@@ -212,7 +208,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def _numbers(path: Path, counts: Any) -> list[int]:
+def _count_list(path: Path, counts: Any) -> list[int]:
     """Return counts as a list; entries with several sizes, e.g. of a grid, count as their product."""
     found = torch.as_tensor(counts)
     if found.is_floating_point() or found.dim() == 0:

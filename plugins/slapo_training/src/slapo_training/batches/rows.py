@@ -61,7 +61,6 @@ class BatchRows:
                 self._tokens[kind] = found[0]
 
     def is_given(self, path: Path) -> bool:
-        """Return True if the option names an argument."""
         return option_name_of(path, self._given) is not None
 
     def count(self, batch: Mapping[str, Any]) -> int | None:
@@ -124,18 +123,17 @@ class BatchRows:
         return self._cut(batch, self._places(batch, is_part=True), sizes)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Batch:
-        """Join parts of a batch."""
         given: Batch = {}
         for part in reversed(parts):  # a part without images lacks their arguments
             given.update(part)
         tensors = [tensors_of(dict(part)) for part in parts]
 
-        def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        def join_tensor(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             dim = 0 if path in self._counted else self._known.get(path)
             found = [own[path] for own in tensors if path in own]
             return tensor if dim is None else torch.cat(_pad_images(found) if path in OF_IMAGES else found, dim)
 
-        whole: Batch = with_tensors(given, joined)
+        whole: Batch = with_tensors(given, join_tensor)
         for name in self._lists(given):
             if self._given[name] is not None:
                 whole[name] = type(given[name])(each for part in parts for each in part[name])
@@ -174,7 +172,6 @@ class BatchRows:
 
 
 def _narrow_rows(places: Mapping[Path, Place], start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
-    """Return some rows of an argument."""
     place = places.get(path)
     if place is None:
         return tensor.detach()

@@ -63,11 +63,7 @@ class SaveHandle:
 
 
 class Saver:
-    """Writes checkpoints of one engine, one at a time.
-
-    Args:
-        program: Program of the engine.
-    """
+    """Writes checkpoints of one engine, one at a time."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -77,12 +73,10 @@ class Saver:
         self._copies: Buffers = {}
 
     def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> SaveHandle:
-        """Write a checkpoint. Collective.
+        """Write a checkpoint; return after the write if it ``waits``, else after ``prepare``. Collective.
 
-        Args:
-            prepare: Called with the ranks and CPU buffers; returns a function that writes the engine's current state, and
-                that is called with the ranks to use. It copies tensors to the buffers; with None it may read the engine later.
-            waits: True to return after the write, False to return after ``prepare``.
+        ``prepare`` is called with the ranks and CPU buffers; it returns a function that writes the engine's current state,
+        and that is called with the ranks to use. It copies tensors to the buffers; with None it may read the engine later.
 
         Raises:
             SlapoError: on every rank: ``prepare`` failed and nothing was written; or the write failed and the folder still
@@ -90,7 +84,7 @@ class Saver:
             Exception: the error of the save before, if it was not raised yet.
         """
         ranks = self.finish_last_save()
-        if len(set(ranks.run_on_all(lambda: _checked(waits)))) > 1:
+        if len(set(ranks.run_on_all(lambda: _check_wait(waits)))) > 1:
             raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
         meeting = ranks
         if not waits:
@@ -126,7 +120,7 @@ class Saver:
                 dist.destroy_process_group(background.group)
 
 
-def _checked(waits: bool) -> bool:
+def _check_wait(waits: bool) -> bool:
     if type(waits) is not bool:
         raise BuildError(f"wait is {waits!r}; give True or False")
     return waits
@@ -141,6 +135,5 @@ def copy_to_cpu(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.
 
 
 def drop_other_buffers(keys: Collection[Hashable], buffers: Buffers) -> None:
-    """Free the buffers of other keys than these."""
     for key in set(buffers).difference(keys):
         del buffers[key]

@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +38,7 @@ class CheckpointWriter:
     """Writer of one checkpoint.
 
     Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
         number: Unique number of the checkpoint.
-        target: Target of the engine.
     """
 
     folder: Path
@@ -51,8 +48,8 @@ class CheckpointWriter:
     _lock: int | None = field(default=None, init=False)
 
     @staticmethod
-    def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
-        """Return this rank's proposal for ``agreed``, before anything is written.
+    def propose(path: str | PathLike[str], target: str) -> tuple[str, str]:
+        """Return this rank's proposal for ``from_proposals``, before anything is written.
 
         Raises:
             BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is no path.
@@ -69,7 +66,7 @@ class CheckpointWriter:
         return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
-    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
+    def from_proposals(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
         """Return the writer of all ranks' checkpoint, from the proposals of all ranks.
 
         Raises:
@@ -90,7 +87,7 @@ class CheckpointWriter:
 
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.folder)
+            self._lock = _lock_folder(self.folder)
             if (kept := data_of(self.folder)) is not None:
                 _remove_orphans(self.folder, kept)
             self.data.mkdir()
@@ -98,32 +95,24 @@ class CheckpointWriter:
         ranks.run_on_first(make)
 
     def commit(self, about: Mapping[str, Any], ranks: Ranks) -> None:
-        """Compute the sums of all ranks' files, and put the manifest in place. Collective.
-
-        Args:
-            about: Further facts for the manifest, plain data.
-            ranks: All ranks.
-        """
+        """Compute the sums of all ranks' files, and put the manifest in place with further facts, plain data. Collective."""
 
         def look() -> dict[str, int]:
             found = (file for file in self.data.rglob("*") if file.is_file())
             return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
 
-        def sum_up() -> dict[str, str]:
-            return {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
-
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
             for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
-                _sync(each)
+                _fsync(each)
             content = {"format": FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
             made = self.folder / f"{MANIFEST}.{self.number}"
             made.write_text(text_of({**content, **about}))
-            _sync(made)
+            _fsync(made)
             os.replace(made, self.folder / MANIFEST)
             for each in (self.folder, self.folder.parent):
                 try:
-                    _sync(each)
+                    _fsync(each)
                 except OSError as err:
                     get_logger().warning(
                         "the new checkpoint in %r may not outlive a power cut: %s", str(each), failure_reason(err)
@@ -132,7 +121,9 @@ class CheckpointWriter:
             self._unlock()
 
         sizes: dict[str, int] = ranks.run_on_first(look)
-        everyone: list[dict[str, str]] = ranks.run_on_all(sum_up)
+        everyone: list[dict[str, str]] = ranks.run_on_all(
+            lambda: {name: _sha256(self.data / name, is_new=True) for name in _own_share(sizes, ranks)}
+        )
         ranks.run_on_first(put)
 
     @contextmanager
@@ -142,7 +133,7 @@ class CheckpointWriter:
         The first rank removes them, as it also commits; another rank may time out while the first one commits.
         """
         try:
-            yield ranks.with_error_wrapper(self._as_build_error)
+            yield replace(ranks, wrap_error=self._as_build_error)
         except BaseException:
             if ranks.index == 0:
                 if data_of(self.folder) != self.data.name:
@@ -166,13 +157,7 @@ class CheckpointWriter:
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Args:
-        folder: Folder of the checkpoint.
-        data: Sub-folder of its files.
-        about: Content of the manifest.
-    """
+    """A complete checkpoint; ``about`` is the content of the manifest."""
 
     folder: Path
     data: Path
@@ -193,7 +178,7 @@ def open_checkpoint(path: str | PathLike[str], target: str, ranks: Ranks) -> Che
 
 
 @contextmanager
-def reading(checkpoint: Checkpoint) -> Iterator[None]:
+def read_context(checkpoint: Checkpoint) -> Iterator[None]:
     """Context of reads of a checkpoint; an error caused by a save that replaced it says so.
 
     Raises:
@@ -224,7 +209,7 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
         raise BuildError(f"the checkpoint {fspath(checkpoint.folder)!r} is damaged: {shown}; load another one")
 
 
-def _locked(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock a folder until the process ends; return None on a file system without locks.
 
     Raises:
@@ -289,7 +274,7 @@ def _sha256(file: Path, is_new: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -32,7 +32,6 @@ def folder_of(path: Any) -> Path:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with its own sum."""
     text = json.dumps(content, indent=1, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": content}, indent=1, sort_keys=True)
 

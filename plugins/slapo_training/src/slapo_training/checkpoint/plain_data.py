@@ -21,12 +21,7 @@ _SINGLE = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.P
 
 
 def check_plain(value: Any, what: str, *within: int) -> None:
-    """Refuse values that could not be loaded.
-
-    Args:
-        value: The value to save.
-        what: Description of the value for the error.
-        *within: Ids of the containers around the value.
+    """Refuse values that could not be loaded; ``within`` are the ids of the containers around the value.
 
     Raises:
         BuildError: an object of another class, a too large integer, a meta tensor, a container that contains itself, or too

@@ -47,12 +47,7 @@ def restore(saved: Mapping[str, Any]) -> None:
 
 
 def on_device(states: Mapping[str, torch.Tensor], device: int | None) -> dict[str, torch.Tensor]:
-    """Saved generator states by device, those of the one GPU that was in use under the number of another.
-
-    Args:
-        states: By the names of devices, ``cpu`` and ``cuda:3`` say.
-        device: The GPU's number; None leaves its state out.
-    """
+    """Saved generator states by device, the one used GPU's under another number, or for None left out."""
     if device is None:
         return {name: state for name, state in states.items() if name == "cpu"}
     return {("cpu" if name == "cpu" else f"cuda:{device}"): state for name, state in states.items()}
@@ -63,22 +58,17 @@ def _numpy_random() -> Any:
 
 
 def digest_of(saved: Mapping[str, Any]) -> int:
-    """Return a number computed from the result of ``collect``."""
     return int.from_bytes(hashlib.sha256(bytes(saved["devices"]["cpu"].tolist())).digest()[:7], "little")
 
 
 def reseed(base: int) -> None:
-    """Seed all generators by ``base`` and their own seeds; seeds that differed between ranks still differ.
-
-    Args:
-        base: The same number on every rank.
-    """
+    """Seed all generators by ``base``, equal on all ranks, and their own seeds; seeds that differed still differ."""
     tracker, numpy = get_cuda_rng_tracker(), _numpy_random()
     seeds = {}
     for name in tracker.get_states():
         with tracker.fork(name):
-            seeds[name] = _mixed(base, torch.initial_seed(), name)
-    own = _mixed(base, torch.initial_seed(), "")
+            seeds[name] = _derive_seed(base, torch.initial_seed(), name)
+    own = _derive_seed(base, torch.initial_seed(), "")
     tracker.reset()
     for name, seed in seeds.items():
         tracker.add(name, seed)
@@ -88,5 +78,5 @@ def reseed(base: int) -> None:
         numpy.seed(own % 2**32)
 
 
-def _mixed(*parts: int | str) -> int:
+def _derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")

@@ -16,13 +16,7 @@ class StateLoading:
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
 
     def load(self, what: str, take: Callable[[Any], Any], state: Any, now: Callable[[], Any]) -> None:
-        """Load one state.
-
-        Args:
-            what: Name of the state's owner, for the error.
-            take: Function that loads a state.
-            state: The saved state.
-            now: Function that returns the current state.
+        """Load one state by ``take``; ``now`` returns the current one, and ``what`` is the name of its owner, for the error.
 
         Raises:
             BuildError: ``take`` or ``now`` raised.

@@ -41,10 +41,8 @@ Pieces = Mapping[str, Piece | Sequence[Piece]]
 class TensorFiles:
     """Plan and writer of this rank's part of a checkpoint's tensors. Made collectively.
 
-    Args:
-        pieces: This rank's pieces.
-        ranks: All ranks.
-        copies: CPU buffers for copies of the tensors, new or from the last save; None to write the tensors directly.
+    ``copies`` are CPU buffers for copies of the tensors, new or from the last save; with None the tensors are written
+    directly.
     """
 
     def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
@@ -84,11 +82,7 @@ class TensorFiles:
 
 
 class SavedTensors:
-    """Tensors of a checkpoint.
-
-    Args:
-        folder: Folder of its files.
-    """
+    """Tensors of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = _Reader(folder)
@@ -123,7 +117,7 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._items: list[WriteItem] = []
         self._tensors: Tensors = {}
-        for name, piece in _each(pieces):
+        for name, piece in _named_pieces(pieces):
             properties = TensorProperties(dtype=piece.tensor.dtype)
             for chunk in _disjoint_boxes(piece, edges[name]):
                 box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
@@ -184,20 +178,20 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset)
 
 
-def _each(pieces: Pieces) -> Iterator[tuple[str, Piece]]:
+def _named_pieces(pieces: Pieces) -> Iterator[tuple[str, Piece]]:
     for name, found in pieces.items():
         for piece in [found] if isinstance(found, Piece) else found:
             yield name, piece
 
 
 def _facts(pieces: Pieces) -> list[Any]:
-    return [(name, piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in _each(pieces)]
+    return [(name, piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in _named_pieces(pieces)]
 
 
 def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
     """Return the edges of all ranks' ranges in each dimension of each tensor."""
     found: dict[str, list[set[int]]] = {}
-    for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
+    for own in ranks.gather([(name, piece.ranges) for name, piece in _named_pieces(pieces)]):
         for name, dims in own:
             known = found.setdefault(name, [set() for _ in dims])
             for edges, ranges in zip(known, dims, strict=True):

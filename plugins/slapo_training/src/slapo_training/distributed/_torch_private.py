@@ -112,11 +112,7 @@ class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that raises ``CollectiveCalledError`` if code in it, including DTensors, sends or receives large tensors.
-
-    Args:
-        most: Number of elements of the largest allowed tensor.
-    """
+    """Mode that raises ``CollectiveCalledError`` if code, DTensors too, sends or receives more than ``most`` elements."""
 
     def __init__(self, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) ->
     except Exception as err:
         error = err
     raise_on_all_ranks(error, None, group)
-    uses_group = any(sch.registry.primitive(step.name).over_group for step in _all(sch.journal.steps))
+    uses_group = any(sch.registry.primitive(step.name).over_group for step in _all_steps(sch.journal.steps))
     split = uses_group or given is not None or any(map(is_sharded, sch.root_module.parameters()))
     world = sch.world_size
     tp = world if split else 1
@@ -46,7 +46,7 @@ def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) ->
     return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def _all(steps: Iterable[Step]) -> Iterator[Step]:
+def _all_steps(steps: Iterable[Step]) -> Iterator[Step]:
     for step in steps:
         yield step
-        yield from _all(step.children)
+        yield from _all_steps(step.children)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core import BuildError, Program, gather_objects, raise_on_all_ranks
+from slapo_core import BuildError, Program, agree_on_error, gather_objects, mesh_groups, raise_on_all_ranks
 
 from ._torch_private import groups_known, job_timeout
 
@@ -18,23 +19,32 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(action: Callable[[], T], program: Program) -> T:
-    """Run an action that sends no message; return only if no rank failed. Collective.
-
-    Returns:
-        The result of the action.
+    """Run an action that sends no message; return its result only if no rank failed. Collective.
 
     Raises:
         Exception: the action's error on this rank.
         BuildError: the action failed on another rank.
     """
-    result: Any = None
-    error = None
-    try:
+    with agree_on_error(program.mesh):
         result = action()
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, program.mesh)
-    return result  # type: ignore[no-any-return]
+    return result
+
+
+def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """All-reduce a tensor in place over every rank of the mesh, and return it. Every rank gets the same bits. Collective.
+
+    Args:
+        values: Any shape, the same on every rank.
+        mesh: None leaves the tensor as it is.
+        op: Reduction of ``torch.distributed``.
+
+    Example:
+        >>> all_reduce(torch.ones(2), mesh=None)
+        tensor([1., 1.])
+    """
+    for group in mesh_groups(mesh):
+        dist.all_reduce(values, op=op, group=group)
+    return values
 
 
 def _identity(error: Exception) -> Exception:
@@ -47,7 +57,6 @@ class Ranks:
 
     Args:
         index: Index of this rank, row-major over the mesh.
-        size: Number of ranks.
         mesh: Mesh of the ranks; None if they communicate in ``group``.
         group: A process group that no step uses.
         wrap_error: Converts the error of an action.
@@ -76,19 +85,12 @@ class Ranks:
             return Ranks(self.index, self.size)
         return Ranks(self.index, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
 
-    def with_error_wrapper(self, wrap_error: Callable[[Exception], Exception]) -> Ranks:
-        """Return the same ranks with another conversion of errors of actions."""
-        return replace(self, wrap_error=wrap_error)
-
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks by index. Collective."""
         return gather_objects(value, self.mesh, self.group)
 
     def run_on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action that sends no message; return only if no rank failed. Collective.
-
-        Returns:
-            Results of all ranks by index.
+        """Run an action that sends no message; return the results of all ranks by index only if no rank failed. Collective.
 
         Raises:
             Exception: the action's error on this rank, converted by ``wrap_error``.
@@ -110,12 +112,7 @@ class Ranks:
 
 
 def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group for each row of a mesh's ranks, with the job's timeout; return this rank's. Collective.
-
-    Args:
-        rows: Global ranks of each group, the same on every rank.
-        mesh: Mesh of the ranks.
-        backend: Backend of the groups; None for that of the default group.
+    """Make a process group for each row of a mesh's global ranks, with the job's timeout; return this rank's. Collective.
 
     Raises:
         BuildError: on every rank: torch cannot make the groups.

@@ -22,10 +22,8 @@ def compare_gradients(
 ) -> tuple[str | None, set[str]]:
     """Compare gradients over the tensor-parallel group. Collective over it; no message if no parameter is sharded.
 
-    Args:
-        parameters: This rank's parameters by name.
-        whole: The unsharded ones to compare, the same on every rank; a missing gradient counts as zero.
-        low_precision: True for the rounding errors of bf16, whatever the dtype of the parameters.
+    ``whole`` are the unsharded parameters, the same on every rank; a missing gradient counts as zero. With ``low_precision``
+    the rounding errors are those of bf16, whatever the dtype of the parameters.
 
     Returns:
         Message for the first gradient that differs, or None; and the names of nonzero gradients. Both are the same on every

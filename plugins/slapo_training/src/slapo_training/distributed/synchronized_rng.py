@@ -14,10 +14,6 @@ def synchronized_rng(groups: Iterable[dist.ProcessGroup], device: str) -> Iterat
     """Context in which all ranks use the first rank's random numbers. Collective over each group in turn.
 
     Afterwards, ranks that had the first rank's random state keep its new state; other ranks restore their old state.
-
-    Args:
-        groups: Process group along each axis of a mesh.
-        device: Device type of the ranks.
     """
     own = _state(device)
     first = own.clone()

@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 KEY = "averages"
 """Key in a checkpoint's manifest, and name of the folder of the tensors."""
 
-Taken = list[tuple[int, list[torch.Tensor]] | None]
+Averages = list[tuple[int, list[torch.Tensor]] | None]
 """Number of updates and values of each average; None if the checkpoint has none."""
 
 
 class AverageList:
-    """Averages of one engine's weights, in the order of their construction.
-
-    Args:
-        engine: The engine.
-    """
+    """Averages of one engine's weights, in the order of their construction."""
 
     def __init__(self, engine: AveragedEngine) -> None:
         self._engine = engine
@@ -42,20 +38,15 @@ class AverageList:
         self.is_applied = False
 
     def update(self) -> None:
-        """Update the averages after a step."""
         for each in self.items:
             each.update()
 
     def include(self) -> None:
-        """Include parameters that have become trainable."""
         for each in self.items:
             each.include()
 
     def check_idle(self, what: str) -> None:
         """Refuse a call that would use averages as the engine's weights.
-
-        Args:
-            what: Name of the call.
 
         Raises:
             BuildError: the model has averaged weights now.
@@ -64,7 +55,7 @@ class AverageList:
             raise BuildError(f"{what} inside of applied(), where the model has averaged weights; call it outside")
 
     @contextmanager
-    def applying(self) -> Iterator[None]:
+    def mark_applied(self) -> Iterator[None]:
         """Context in which the model has averaged weights."""
         self.check_idle("applied()")
         self.is_applied = True
@@ -73,16 +64,14 @@ class AverageList:
         finally:
             self.is_applied = False
 
-    def about(self) -> dict[str, Any]:
+    def manifest_facts(self) -> dict[str, Any]:
         """Return the facts for a checkpoint's manifest, the same on every rank."""
         return {KEY: [each.facts() for each in self.items]} if self.items else {}
 
-    def prepared(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
+    def prepare_save(self, ranks: Ranks, is_copied: bool) -> Callable[[Path, Ranks], None]:
         """Return a function that writes the current averages, given the folder and the ranks to use. Collective.
 
-        Args:
-            ranks: All ranks.
-            is_copied: True if training continues during the write.
+        They are copied if training continues during the write.
         """
         if not self.items:
             return lambda folder, meeting: None
@@ -98,10 +87,12 @@ class AverageList:
 
     def _pieces(self) -> dict[str, list[Piece]]:
         return {
-            key: [*master.pieces(value)] for number, each in enumerate(self.items) for key, master, value in each.saved(number)
+            key: [*master.pieces(value)]
+            for number, each in enumerate(self.items)
+            for key, master, value in each.saved_entries(number)
         }
 
-    def read(self, checkpoint: Checkpoint, ranks: Ranks) -> Taken:
+    def read(self, checkpoint: Checkpoint, ranks: Ranks) -> Averages:
         """Read this rank's part of a verified checkpoint; nothing changes before ``put``. Collective.
 
         Raises:
@@ -111,7 +102,7 @@ class AverageList:
         if len(saved) > len(self.items) and ranks.index == 0:
             told = "moving averages of weights: the checkpoint has %d, and the engine takes %d; call slapo.ema before load"
             get_logger().warning(told, len(saved), len(self.items))
-        taken: Taken = [None] * len(self.items)
+        taken: Averages = [None] * len(self.items)
         for number, (each, facts) in enumerate(zip(self.items, saved, strict=False)):
             values: list[torch.Tensor] = []
             ranks.run_on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
@@ -125,7 +116,7 @@ class AverageList:
 
         files = SavedTensors(folder)
         known, found, wanted = files.facts(), [], list[list[tuple[str, Piece]]]()
-        for keys, master, value in average.wanted(number):
+        for keys, master, value in average.loaded_entries(number):
             key = next((key for key in keys if key in known), None)
             if key is None or known[key][0] != tuple(master.place.full_shape):
                 raise BuildError(f"the checkpoint has no moving average of {master.name!r}; build with the same model and ema")
@@ -135,7 +126,7 @@ class AverageList:
             files.read(dict(each for each in row if each is not None))
         return found
 
-    def put(self, taken: Taken) -> None:
+    def put(self, taken: Averages) -> None:
         """Restore the result of ``read``, after the engine has loaded its weights."""
         for each, found in zip(self.items, taken, strict=True):
             each.take(found)

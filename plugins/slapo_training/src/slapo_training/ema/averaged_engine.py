@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from os import PathLike
+from typing import Any
 
 from slapo_core import Engine, Program
 
+from ..checkpoint.async_save import Buffers, SaveHandle, Saver
+from ..checkpoint.position import Position
+from ..distributed.ranks import Ranks
 from ..model.pieces import Piece
 from .average_list import AverageList
 from .master_values import MasterValue
@@ -18,6 +24,7 @@ class AveragedEngine(Engine):
 
     program: Program
     steps: int
+    _saver: Saver
 
     @cached_property
     def averages(self) -> AverageList:
@@ -39,12 +46,65 @@ class AveragedEngine(Engine):
         """Return the reason why this engine's weights cannot be averaged; empty if they can."""
         return ""
 
-    def _end_step(self, is_stepped: bool = True) -> None:
-        """Count a trained batch, and update the averages.
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> SaveHandle:
+        """Write a checkpoint to a directory; one there is replaced. Collective.
 
         Args:
-            is_stepped: True if the optimizer stepped; False after an overflow of gradients.
+            path: Directory, the same on every rank.
+            extra: Plain data that ``load`` returns, e.g. the data loader's position; the same on every rank.
+            wait: False to return once all data is copied, and to write it while training continues. The next save, load or
+                close waits for the write and raises its error.
+
+        Returns:
+            Handle of the write; the checkpoint is complete after its ``wait()``.
         """
+        self._check_weights()
+        self.averages.check_idle("save")
+        position = Position(self.steps, extra)
+        with self._call_context():
+            return self._saver.write(lambda ranks, copies: self._prepare_save(path, position, ranks, copies), wait)
+
+    def load(self, path: str | PathLike[str]) -> Any:
+        """Restore a checkpoint of ``save``: exactly on the same layout, with the same losses on any other layout. Collective.
+
+        Random states are restored on the same layout only. On another layout dropout uses new random numbers, derived from
+        the checkpoint's random state and from each rank's seed.
+
+        Returns:
+            The ``extra`` of ``save``.
+
+        Raises:
+            BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed. Or
+                another project's engine cannot read it to its end, and does nothing before another one is loaded.
+        """
+        self._check_open()
+        self.averages.check_idle("load")
+        self._saver.finish_last_save()
+        with self._call_context():
+            self.steps, extra = self._load(path)
+        return extra
+
+    def _check_open(self) -> None:
+        """Raise ``BuildError`` if the engine no longer loads."""
+
+    def _check_weights(self) -> None:
+        """Raise ``BuildError`` if the engine's weights cannot be saved."""
+
+    def _call_context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @abstractmethod
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        """Return a writer of the engine as it is now, see ``Saver.write``. Collective."""
+
+    @abstractmethod
+    def _load(self, path: str | PathLike[str]) -> Position:
+        """Read a checkpoint into the engine. Collective."""
+
+    def _end_step(self, is_stepped: bool = True) -> None:
+        """Count a trained batch, and update the averages if the optimizer stepped, which it does not if gradients overflow."""
         self.steps += 1
         if is_stepped:
             self.averages.update()

@@ -29,11 +29,7 @@ class MasterValue(NamedTuple):
     is_buffer: bool = False
 
     def pieces(self, values: torch.Tensor) -> Iterator[Piece]:
-        """Iterate over the boxes of the whole tensor that these values, of the shape of ``value``, fill.
-
-        Args:
-            values: The values, or memory for them; the pieces are views.
-        """
+        """Iterate over the whole tensor's boxes that values of the shape of ``value`` fill; the pieces are views."""
         if self.start is None:
             yield self.place._replace(tensor=values.detach())
             return

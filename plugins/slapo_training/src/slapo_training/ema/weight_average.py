@@ -98,7 +98,7 @@ class WeightAverage:
 
         The engine's own weights are restored afterwards.
         """
-        with self._engine.averages.applying():
+        with self._engine.averages.mark_applied():
             kept = [each.value.detach().clone() for each in self._masters]
             self._write([*self._values.values()])
             try:
@@ -132,21 +132,16 @@ class WeightAverage:
         return state
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts for a checkpoint's manifest."""
         return {"decay": self.decay, "num_updates": self.num_updates, "use_buffers": self._use_buffers}
 
-    def saved(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:
-        """Iterate over keys in a checkpoint, places and values.
-
-        Args:
-            number: Index among the engine's averages.
-        """
+    def saved_entries(self, number: int) -> Iterator[tuple[str, MasterValue, torch.Tensor]]:
+        """Iterate over keys in a checkpoint, places and values."""
         replica = self._engine.program.axis_rank("dp")
         for each in self._masters:
             yield _key(number, each, replica), each, self._values[each.name]
 
-    def wanted(self, number: int) -> Iterator[tuple[list[str], MasterValue, torch.Tensor]]:
-        """Iterate like ``saved``; if a replica's own buffer is missing, that of the first replica is read."""
+    def loaded_entries(self, number: int) -> Iterator[tuple[list[str], MasterValue, torch.Tensor]]:
+        """Iterate like ``saved_entries``; if a replica's own buffer is missing, that of the first replica is read."""
         replica = self._engine.program.axis_rank("dp")
         self.include()
         for each in self._masters:
@@ -154,7 +149,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def take(self, found: tuple[int, list[torch.Tensor]] | None) -> None:
-        """Restore values of a checkpoint in the order of ``wanted``; with None, restart from the engine's weights."""
+        """Restore values of a checkpoint in the order of ``loaded_entries``; with None, restart from the engine's weights."""
         names = [*self._values]
         if found is None:
             self.num_updates, self._values = 0, {}

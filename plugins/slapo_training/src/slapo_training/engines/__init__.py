@@ -7,35 +7,29 @@ ranks. It may import ``slapo_core`` and all rooms below it: ``ema``, ``checkpoin
 ``batches``, ``model`` and ``distributed``. It knows no engine by name.
 """
 
+from ..checkpoint.position import Position
 from . import checkpoint_files, parameter_ownership, stale_engines
-from .checkpoint_files import Beside, Position, bytes_of, check_shapes
-from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, holds_copies, odd_dtype
-from .gradient_comparison import GradientComparison
-from .initial_weights import check_same_start, different
+from .checkpoint_files import EngineExtras, bytes_of, check_shapes
+from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, odd_dtype
+from .initial_weights import check_same_start
 from .log_fields import log_fields
 from .microbatch_plans import microbatch_plans
-from .stage_parameters import Tie, copies, release_others, tied_groups
-from .unused_parameters import UnusedParameters
+from .stage_parameters import Tie, release_others, tied_groups
 from .warning_filter import without_warnings
 
 __all__ = [
     "ALL_RANKS",
-    "Beside",
+    "EngineExtras",
     "EngineDialect",
-    "GradientComparison",
     "Limit",
     "NO_CLIPPED_COPIES",
     "NO_PLATEAU",
     "Position",
     "Tie",
-    "UnusedParameters",
     "bytes_of",
     "check_same_start",
     "check_shapes",
     "checkpoint_files",
-    "copies",
-    "different",
-    "holds_copies",
     "log_fields",
     "microbatch_plans",
     "odd_dtype",

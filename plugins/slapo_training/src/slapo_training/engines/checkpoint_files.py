@@ -14,7 +14,7 @@ from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
 from ..checkpoint.folder import Checkpoint, CheckpointWriter
-from ..checkpoint.plain_data import check_plain, digest
+from ..checkpoint.position import Position
 from ..distributed.ranks import Ranks
 from ..ema.average_list import AverageList
 from ..model.named_tensors import copy_into
@@ -22,30 +22,7 @@ from ..model.named_tensors import copy_into
 _POSITION = "position.pt"
 
 
-class Position(NamedTuple):
-    """Position of a training run.
-
-    Args:
-        steps: Batches that were trained.
-        extra: What the user gave to ``save``, the same on every rank.
-    """
-
-    steps: int
-    extra: Any
-
-    def words(self) -> str:
-        """Return this rank's values for ``check_same``; raise ``BuildError`` where they are not plain data."""
-        check_plain(self.extra, "extra")
-        return digest(self.extra)
-
-    @staticmethod
-    def check_same(ranks: Iterable[str]) -> None:
-        """Raise ``BuildError`` where ranks have said different words."""
-        if len(set(ranks)) > 1:
-            raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
-
-
-def prepared(
+def prepare_save(
     path: str | PathLike[str],
     target: str,
     program: Program,
@@ -61,25 +38,20 @@ def prepared(
 
     Args:
         path: The same directory on every rank; created if missing.
-        target: Target of the engine.
-        program: The program that the engine runs.
         about: Description of the engine for the checkpoint, the same on every rank.
-        position: Position of training.
         collect: Takes the directory of the engine's own files and the ranks to synchronize with, and returns a function that
             writes the files and takes the ranks to synchronize with then. Both are collective and raise on all ranks.
-        ranks: All ranks of the program.
         buffers: This rank's buffers, whose values may differ between replicas.
-        averages: Moving averages of the engine's weights.
         is_copied: True if training goes on while the files are written.
 
     Raises:
         BuildError: on every rank: one rank failed, the ranks have different directories, or the directory has another
             target's checkpoint. An existing checkpoint is unchanged. The returned function raises it, too.
     """
-    said = ranks.run_on_all(lambda: (CheckpointWriter.proposed(path, target), position.words()))
-    writing = CheckpointWriter.agreed([proposed for proposed, _ in said], target)
+    said = ranks.run_on_all(lambda: (CheckpointWriter.propose(path, target), position.words()))
+    writing = CheckpointWriter.from_proposals([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
-    about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
+    about = {**about, "layout_of_ranks": layout_of(program), **averages.manifest_facts()}
     files: dict[str, bytes] = {}
 
     def gather() -> None:
@@ -103,7 +75,7 @@ def prepared(
         writing.begin(ranks)
         fill = collect(writing.data, ranks)
         ranks.run_on_all(gather)
-        put_averages = averages.prepared(ranks, is_copied)
+        put_averages = averages.prepare_save(ranks, is_copied)
     return write
 
 
@@ -114,11 +86,10 @@ def bytes_of(value: Any) -> bytes:
     return stream.getvalue()
 
 
-class Beside(NamedTuple):
+class EngineExtras(NamedTuple):
     """Files beside an engine's own.
 
     Args:
-        position: Position of a training run.
         own: The random states and buffers of this rank, or on another layout a number to derive random states from.
     """
 
@@ -135,20 +106,15 @@ class Beside(NamedTuple):
             copy_into(buffers[name], saved)
 
 
-def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
-    """Read the files that ``prepared`` writes beside an engine's own. Collective.
-
-    Args:
-        checkpoint: A complete checkpoint.
-        program: The program that the engine runs.
-        buffers: This rank's buffers; they are not changed.
+def read_extras(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> EngineExtras:
+    """Read the files that ``prepare_save`` writes beside an engine's own; no buffer is changed. Collective.
 
     Raises:
         BuildError: the state cannot be restored in this process, or into these buffers.
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
-    found: list[Beside] = []
+    found: list[EngineExtras] = []
 
     def read() -> None:
         position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
@@ -161,7 +127,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
                         f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
                         "it into the model it was saved from"
                     )
-        found.append(Beside(position, saved if is_same else rng_state.digest_of(saved)))
+        found.append(EngineExtras(position, saved if is_same else rng_state.digest_of(saved)))
 
     ranks.run_on_all(read)
     return found[0]
@@ -176,12 +142,7 @@ _WORDS = {
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a checkpoint of another kind of training.
-
-    Args:
-        saved: Facts of the checkpoint.
-        own: Those of this engine.
-        keys: The facts to compare, in this order.
+    """Refuse a checkpoint of another kind of training, by the facts of these keys, in this order.
 
     Raises:
         BuildError: one of them differs.
@@ -204,7 +165,6 @@ def check_shapes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def layout_of(program: Program) -> dict[str, int]:
-    """Return the number of ranks along each axis."""
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 

@@ -39,17 +39,9 @@ def _has_no_mesh(program: Program, options: Any) -> str:
     return f"{ranks} ranks" if ranks > 1 else ""
 
 
-def _has_another_order(program: Program, options: Any) -> bool:
-    return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
-
-
 def _stages_left_over(program: Program, options: Any) -> str:
     stages, ranks = len(program.stages), program.axis_size("pp")
     return f"{stages} stage{'s' * (stages > 1)} with pp={ranks}" if stages % ranks else ""
-
-
-def _needs_the_loss(program: Program, options: Any) -> bool:
-    return isinstance(options.lr_scheduler, ReduceLROnPlateau)
 
 
 ALL_RANKS = (
@@ -57,7 +49,7 @@ ALL_RANKS = (
     Limit(
         "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
         "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
-        _has_another_order,
+        lambda of, _: of.mesh is not None and not torch.equal(of.mesh.mesh.flatten(), torch.arange(dist.get_world_size())),
     ),
     Limit(
         "a number of stages that is no multiple of pp",
@@ -67,7 +59,9 @@ ALL_RANKS = (
 )
 """Limits of engines that take all ranks of the job, in their own order."""
 NO_PLATEAU = Limit(
-    "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss
+    "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss",
+    "use another one",
+    lambda program, options: isinstance(options.lr_scheduler, ReduceLROnPlateau),
 )
 
 
@@ -97,7 +91,6 @@ class EngineDialect(Dialect):
         distribution: The engine's, as it is installed.
         tested: The version of it that this dialect was tested with.
         limits: What the engine cannot do, in the order in which it is asked.
-        options_class: Options of the engine.
     """
 
     takes_check = True
@@ -110,7 +103,9 @@ class EngineDialect(Dialect):
     def check(cls, program: Program, **config: Any) -> None:
         """Raise ``BuildError`` for options that are unknown or do not fit the program, and for what the engine cannot do."""
         options = cls.options_class.of(config)
-        cls.check_limits(program, options)
+        for limit in cls.limits:
+            if found := limit.applies(program, options):
+                raise limit.error(cls.name, found)
         super().check(program, **{**config, "precision": options.settled_precision})
         options.check_mean(options.parts * program.axis_size("dp"))
 
@@ -120,10 +115,3 @@ class EngineDialect(Dialect):
         cls.check(program, **config)
         made: Engine = cls.classes["runtime_engine"](program, cls.options_class.of(config))
         return made
-
-    @classmethod
-    def check_limits(cls, program: Program, options: Any) -> None:
-        """Raise ``BuildError`` for the first limit that applies."""
-        for limit in cls.limits:
-            if found := limit.applies(program, options):
-                raise limit.error(cls.name, found)

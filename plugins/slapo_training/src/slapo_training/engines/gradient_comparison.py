@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -23,7 +23,6 @@ class GradientComparison:
 
     Args:
         program: With a mesh where parameters are sharded.
-        parameters: Those of this rank's stages, by name.
         shape_of: Returns the shape of a parameter's gradient, where an engine empties the parameter itself.
     """
 
@@ -41,7 +40,7 @@ class GradientComparison:
         self._is_done = not program.shard_specs  # the same on every rank
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def compare_backwards(self) -> Iterator[None]:
         """Compare the gradients of the backwards inside. Collective over the tensor-parallel ranks, behind the last of them.
 
         Raises:
@@ -57,16 +56,16 @@ class GradientComparison:
             gradient = gradient.detach()
             found[name] = found[name] + gradient if name in found else gradient.clone()
 
-        with gradients_watched(self._named, note):
+        with watch_gradients(self._named, note):
             yield
-        named = {name: self._with(found.get(name), parameter) for name, parameter in self._named.items()}
+        named = {name: self._parameter_with_gradient(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
         raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
         # other stages and replicas may wait for gradients that this one has seen
         self._is_done = not any(gather_objects(bool(self._waiting), self._program.mesh))
 
-    def _with(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
+    def _parameter_with_gradient(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter of the same facts with this gradient."""
         if gradient is None:
             made = nn.Parameter(torch.empty(self._shape_of(parameter), dtype=parameter.dtype, device=parameter.device))
@@ -78,15 +77,10 @@ class GradientComparison:
 
 
 @contextmanager
-def gradients_watched(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+def watch_gradients(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """Call ``note`` with a parameter\'s name and its gradient for each gradient that a backward inside makes."""
-    handles = [
-        parameter.register_hook(partial(note, name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    try:
+    with ExitStack() as handles:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                handles.enter_context(parameter.register_hook(partial(note, name)))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 def log_fields(lines: Iterable[str], patterns: Mapping[str, re.Pattern[str]]) -> dict[int, dict[str, float]]:
     """Return the numbers in the lines of a log, by step in order and by the names of their patterns.
 
-    Args:
-        lines: Lines of one rank or of several; those that no pattern is found in are passed over.
-        patterns: Each with groups ``step`` and ``value``.
+    Each pattern has groups ``step`` and ``value``; lines in which none is found are passed over.
     """
     found: dict[int, dict[str, float]] = {}
     for line in lines:

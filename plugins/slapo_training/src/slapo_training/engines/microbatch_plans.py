@@ -13,12 +13,6 @@ from ..batches.rows import Batch
 def microbatch_plans(program: Program, training: bool, parts: Sequence[Batch], engine: str) -> list[Program]:
     """Return the program for each micro-batch of a step: the same one, unless values or numbers of images make the difference.
 
-    Args:
-        program: In several stages.
-        training: The mode.
-        parts: The micro-batches.
-        engine: Name of the engine, for the message.
-
     Raises:
         BuildError: what crosses between stages has another shape, or is missing, in some of them.
     """

@@ -29,7 +29,7 @@ class Owner(Protocol):
     superseded: str
 
     @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
+    def trained_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters that it trains, by name; none once it is closed."""
 
 
@@ -39,7 +39,7 @@ _open: WeakSet[Owner] = WeakSet()
 def add(engine: Owner) -> None:
     """Remember an engine, and that it has moved the memory of parameters that others train."""
     if engine.moves_parameters:
-        for other, name in _sharing(engine.trained):
+        for other, name in _owners_sharing(engine.trained_parameters):
             other.superseded = name
     _open.add(engine)
 
@@ -47,14 +47,12 @@ def add(engine: Owner) -> None:
 def check_free(named: Mapping[str, nn.Parameter], takes_gradients: bool) -> None:
     """Refuse to build an engine of parameters whose gradients two engines would take.
 
-    Args:
-        named: Parameters that it is to train.
-        takes_gradients: Whether its own hooks take any gradient of them.
+    ``takes_gradients`` says whether its own hooks take any gradient of them.
 
     Raises:
         BuildError: an engine that is still open trains one of them.
     """
-    for other, name in _sharing(named):
+    for other, name in _owners_sharing(named):
         if takes_gradients or other.takes_gradients:
             raise BuildError(
                 f"{name!r} is trained by another engine that is still open, and ZeRO would take its gradients for both; close "
@@ -62,9 +60,11 @@ def check_free(named: Mapping[str, nn.Parameter], takes_gradients: bool) -> None
             )
 
 
-def _sharing(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[Owner, str]]:
+def _owners_sharing(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[Owner, str]]:
     """Iterate over open engines that train one of these parameters, and its name."""
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
     for other in [*_open]:
-        if (shared := next((names[id(each)] for each in other.trained.values() if id(each) in names), None)) is not None:
+        if (
+            shared := next((names[id(each)] for each in other.trained_parameters.values() if id(each) in names), None)
+        ) is not None:
             yield other, shared

@@ -17,11 +17,6 @@ def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[
 
     They and the buffers get the type that the engine gives to those of this rank's stages, so that plans of the whole model,
     for batches of other shapes, are right.
-
-    Args:
-        program: In several stages.
-        mine: This rank's stages.
-        cast: To the type that the engine gives a tensor.
     """
     kept = {id(tensor) for module in mine for tensor in [*module.parameters(), *module.buffers()]}
     made: dict[int, Any] = {}
@@ -53,9 +48,7 @@ def tied_groups(
 ) -> list[Tie]:
     """Return this rank's tied parameters. Collective.
 
-    Args:
-        program: In several stages.
-        group_of: Makes or finds the group of some ranks, given those along ``pp`` and all of them.
+    ``group_of`` makes or finds the group of some ranks, given those along ``pp`` and all of them.
     """
     found = [(parameter, group_of(places, ranks), ranks) for parameter, places, ranks in copies(program)]
     return [Tie(parameter, group, ranks[0]) for parameter, group, ranks in found if dist.get_rank() in ranks]

@@ -11,18 +11,13 @@ from torch import nn
 
 from slapo_core import Program, gather_objects, get_logger
 
-from .gradient_comparison import gradients_watched
+from .gradient_comparison import watch_gradients
 
 
 class UnusedParameters:
     """Warns of parameters that no micro-batch of the first step used on any replica.
 
     In one process they have no gradient, and the optimizer leaves them as they are. With zeros weight decay shrinks them.
-
-    Args:
-        program: Its replicas are asked.
-        parameters: Those of this rank's stages, by name.
-        target: Name of the dialect.
     """
 
     def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], target: str) -> None:
@@ -31,14 +26,14 @@ class UnusedParameters:
         self._is_done = False
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch_backwards(self) -> Iterator[None]:
         """Watch the backwards inside, the first time. Collective over the mesh, behind the last of them."""
         if self._is_done:
             yield
             return
         self._is_done = True
         used = set[str]()
-        with gradients_watched(self._named, lambda name, gradient: used.add(name)):
+        with watch_gradients(self._named, lambda name, gradient: used.add(name)):
             yield
         self._warn(used)
 

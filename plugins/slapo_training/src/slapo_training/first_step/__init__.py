@@ -6,9 +6,7 @@ scale of backwards. Model, random state and gradients do not change. It may impo
 rooms of ``slapo_training`` beside it; it knows no engine.
 """
 
-from __future__ import annotations
-
 from .checks import FirstStep
-from .injected_gradients import GradientScale, scaled_gradient
+from .injected_gradients import scaled_gradient
 
-__all__ = ["FirstStep", "GradientScale", "scaled_gradient"]
+__all__ = ["FirstStep", "scaled_gradient"]

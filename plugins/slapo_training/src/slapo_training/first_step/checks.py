@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,18 +23,10 @@ from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
 
-def _no_context(has_backward: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class FirstStep:
     """Checks the micro-batches of the first step that splits a batch, before they are trained.
 
     A later step is checked when labels, masks or padding differ for the first time, which shows hand-written means over these.
-
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
 
     Attributes:
         injects: True if the model injects gradients into its backward.
@@ -52,11 +44,7 @@ class FirstStep:
         self._labels: LabelCounts | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return the factor of losses' gradients, by which gradients of parameters are divided later.
-
-        Args:
-            num_parts: Number of micro-batches of a replica.
-        """
+        """Return the factor of losses' gradients, by which gradients of parameters are divided later."""
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
@@ -91,7 +79,7 @@ class FirstStep:
         parts: Sequence[Batch],
         labels: Sequence[Any],
         device: torch.device,
-        around: Around = _no_context,
+        around: Around = nullcontext,
         labels_differ: bool = False,
         accumulates: bool = False,
         failed: Callable[[Exception], None] | None = None,
@@ -99,9 +87,6 @@ class FirstStep:
         """Run the checks if they are due. Collective over the mesh.
 
         Args:
-            parts: Arguments of the model for each micro-batch.
-            labels: Labels of each micro-batch, for the loss function.
-            device: Device of this rank.
             around: Makes the engine's context of a forward.
             labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
             accumulates: True if a backward may accumulate gradients in parameters without an effect on the engine.
@@ -119,7 +104,7 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
-            problem = next(filter(None, (self._options.batch_rows.division_problem(each.given()) for each in rows)), None)
+            problem = next(filter(None, (self._options.batch_rows.division_problem(each.as_dict()) for each in rows)), None)
             try:
                 if runs.any_rank(problem is not None):
                     get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
@@ -136,7 +121,7 @@ class FirstStep:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, known = runs.planned(join_rows(halves)), None
+        whole, known = runs.plan_rows(join_rows(halves)), None
         cut = Partition(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:

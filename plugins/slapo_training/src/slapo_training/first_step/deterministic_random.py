@@ -55,7 +55,6 @@ class DeterministicRandom(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function, or its deterministic replacement."""
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else given["input"]
@@ -67,7 +66,7 @@ class DeterministicRandom(TorchFunctionMode):
             call = _WITH_DROPOUT[func].bind(*args, **given)
             call.arguments["dropout_p"] = 0.0
             return func(*call.args, **call.kwargs)
-        found = _fixed(func, args, given)
+        found = _fixed_result(func, args, given)
         if found is None:
             return func(*args, **given)
         self._num_samples += 1
@@ -76,7 +75,7 @@ class DeterministicRandom(TorchFunctionMode):
         return found
 
 
-def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
+def _fixed_result(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
     """Return the fixed result of a random function, or None for other functions."""
     given.pop("generator", None)
     if func in _LIKE:

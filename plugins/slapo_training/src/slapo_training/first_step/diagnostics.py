@@ -27,12 +27,7 @@ INNER_BACKWARD = (
 
 
 class Partition(NamedTuple):
-    """Parts that a batch is split into.
-
-    Args:
-        microbatches: Number of micro-batches of each replica.
-        replicas: Number of replicas.
-    """
+    """Parts that a batch is split into; ``microbatches`` is their number in each replica."""
 
     microbatches: int
     replicas: int
@@ -55,7 +50,6 @@ def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
 
 
 def is_first_rank(program: Program) -> bool:
-    """Return True if this rank is the first along every axis."""
     return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 
@@ -111,17 +105,9 @@ def injected_is_no_mean(cut: Partition) -> str:
 
 
 def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
-    """Return the warning for modules that mix rows.
-
-    Args:
-        root: The model.
-        paths: Paths of the modules; the empty path is the model's own forward.
-        pair: The losses that differ, or None.
-        cut: Parts that a batch is split into.
-        has_batch_norm: True if some of the modules are BatchNorms.
-    """
+    """Return the warning for modules that mix rows, some of which may be BatchNorms."""
     named = dict(root.named_modules())
-    shown = [_shown(path, named) for path in paths[:_MOST_NAMES]]
+    shown = [_module_label(path, named) for path in paths[:_MOST_NAMES]]
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []
     names = " and ".join([", ".join([*shown, *more][:-1]), [*shown, *more][-1]]) if len(paths) > 1 else shown[0]
     numbers = f" ({pair[0]:.6g} for a micro-batch, {pair[1]:.6g} for the mean of its parts)" if pair is not None else ""
@@ -137,6 +123,6 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
     return f"{what}, so {effect}; {'; '.join(ways)}"
 
 
-def _shown(path: str, named: dict[str, nn.Module]) -> str:
+def _module_label(path: str, named: dict[str, nn.Module]) -> str:
     kind = type(named[path]).__name__ if path in named else "module"
     return f"{kind} {path!r}" if path else f"the forward of {kind}"

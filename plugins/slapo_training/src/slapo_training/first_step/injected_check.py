@@ -15,20 +15,19 @@ from .diagnostics import IN_FP16, INNER_BACKWARD, Partition, injected_is_no_mean
 from .injected_gradients import InjectionProbe, is_mean_over_rows
 from .row_mixing import tolerance_of
 from .row_subsets import Rows, dissimilar_quarters, join_rows
-from .stage_runs import AfterStage, Planned, Run, RunCache, RunFailedError, StageRuns, runs_alone
+from .stage_runs import AfterStage, PlannedRows, Run, RunCache, RunFailedError, StageRuns, runs_alone
 
 
 class Part(NamedTuple):
     """Rows that run backward.
 
     Args:
-        planned: The rows.
         parts: Two parts that together are the rows; empty for one row.
         half: Index among the halves of the micro-batch; None if the rows are no half on some rank.
         injected: Probe of the gradients injected for the rows; of a deterministic run if the model samples random numbers.
     """
 
-    planned: Planned
+    planned: PlannedRows
     parts: Sequence[Rows]
     half: int | None = None
     injected: InjectionProbe | None = None
@@ -39,30 +38,22 @@ class InjectedCheck:
 
     All rows of a micro-batch run forward, and half of them run backward, which costs twice as much. If none are found but the
     model has custom autograd functions, the other half runs backward too: injection may depend on the rows.
-
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
     """
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
         self._is_hidden = False
 
-    def run(self, whole: Planned, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
+    def run(self, whole: PlannedRows, halves: Sequence[Rows], cut: Partition | None) -> tuple[RunCache, bool] | None:
         """Return runs of the rows, and whether gradients are injected; None if the micro-batch does not run.
 
-        Args:
-            whole: A micro-batch.
-            halves: Halves of the micro-batch.
-            cut: Parts that the batch is split into; None if the micro-batch must not run in parts.
+        ``cut`` is None if the micro-batch must not run in parts.
 
         Raises:
             BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.
         """
         in_parts = cut is not None and halves[0].number > 1
-        injected = self._injected(whole)
+        injected = self._injection_probe(whole)
         try:
             base, draws = self._run(whole, _runs_functions if in_parts else injected)
         except RunFailedError as err:
@@ -83,7 +74,7 @@ class InjectedCheck:
             self._run_remaining_halves(halves, known)
         return known, found is not None
 
-    def _find_part(self, whole: Planned, halves: Sequence[Rows], known: RunCache) -> Part | None:
+    def _find_part(self, whole: PlannedRows, halves: Sequence[Rows], known: RunCache) -> Part | None:
         """Return rows of a micro-batch for which gradients are injected, or None."""
         try:
             found = self._find_part_of_halves(halves, known)
@@ -100,13 +91,13 @@ class InjectedCheck:
         quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
         half = None if self._runs.any_rank(not is_half) else 0
         rows = join_rows(quarters) if half is None else halves[0]
-        found = self._find_injection(Part(self._runs.planned(rows), quarters, half), known)
+        found = self._find_injection(Part(self._runs.plan_rows(rows), quarters, half), known)
         if found is not None or not known.whole.found:
             return found
         for index, each in enumerate(halves):
             if index != half:
                 parts = dissimilar_quarters([each], self._options.ignored_label)[0] if each.number > 1 else []
-                found = self._find_injection(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
+                found = self._find_injection(Part(self._runs.plan_rows(each), parts, index), known, fixed=known.draws)
                 if found is not None:
                     return found
         return None
@@ -118,14 +109,14 @@ class InjectedCheck:
 
     def _backward(self, part: Part, known: RunCache, fixed: bool) -> tuple[bool, InjectionProbe]:
         """Run rows backward from zero; return whether gradients are injected on any rank, and this rank's probe."""
-        injected = self._injected(part.planned)
+        injected = self._injection_probe(part.planned)
         run, _ = self._run(part.planned, injected, fixed)
         self._is_hidden = self._is_hidden or injected.is_hidden
         if part.half is not None and fixed == known.draws:
             known.parts[part.half] = run
         return run.found, injected
 
-    def _compare(self, found: Part, whole: Planned, cut: Partition, known: RunCache) -> None:
+    def _compare(self, found: Part, whole: PlannedRows, cut: Partition, known: RunCache) -> None:
         """Warn if the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
@@ -135,7 +126,7 @@ class InjectedCheck:
         try:
             one = found.injected or self._backward(found, known, known.draws)[1]
             for index, rows in enumerate(found.parts):
-                part = Part(self._runs.planned(rows), (), index if found.planned is whole else None)
+                part = Part(self._runs.plan_rows(rows), (), index if found.planned is whole else None)
                 others.append(self._backward(part, known, known.draws)[1])
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
@@ -152,17 +143,17 @@ class InjectedCheck:
         try:
             for index, rows in enumerate(halves):
                 if known.parts[index] is None:
-                    known.parts[index] = self._run(self._runs.planned(rows), _runs_functions)[0]
+                    known.parts[index] = self._run(self._runs.plan_rows(rows), _runs_functions)[0]
         except RunFailedError as err:
             get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
 
-    def _run(self, planned: Planned, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
+    def _run(self, planned: PlannedRows, after_stage: AfterStage, fixed: bool = False) -> tuple[Run, bool]:
         """Run rows; return the run, and whether this rank used random numbers."""
         with runs_alone(self._program, [planned]) as state:
             run = self._runs(planned, state, after_stage=after_stage, fixed=fixed)
             return run, run.rng_fingerprint != state.start
 
-    def _injected(self, planned: Planned) -> InjectionProbe:
+    def _injection_probe(self, planned: PlannedRows) -> InjectionProbe:
         parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
         return InjectionProbe([each for each in parameters if each.requires_grad], self._runs.accumulates)
 

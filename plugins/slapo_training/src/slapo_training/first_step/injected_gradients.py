@@ -8,7 +8,7 @@ micro-batches, ``I`` would count once per micro-batch. So the engine does not di
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ class InjectionProbe:
     """Runs backwards of stages from zero gradients; each nonzero gradient was injected.
 
     Args:
-        parameters: Parameters of this rank's stages.
         accumulates: True if a backward may accumulate gradients in parameters; False if the engine waits for these.
 
     Attributes:
@@ -35,12 +34,7 @@ class InjectionProbe:
         self.is_hidden = False
 
     def __call__(self, received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
-        """Return True if a stage's backward injects gradients.
-
-        Args:
-            received: Tensors that the stage received; their gradients count too.
-            given: Tensors that the stage returned, with their graph.
-        """
+        """Return True if a stage's backward injects gradients; those of the tensors that it received count, too."""
         ends = [tensor for tensor in given if tensor.requires_grad]
         inputs = [tensor for tensor in received if tensor.requires_grad]
         if not ends:
@@ -83,11 +77,8 @@ def is_mean_over_rows(
 ) -> bool:
     """Return True if the gradients injected for all rows are the mean of those injected for their parts.
 
-    Args:
-        whole: Probe of the run of all rows.
-        parts: Probes of the runs of the parts.
-        weights: Fraction of the rows in each part.
-        tolerance: Largest relative difference that counts as equal.
+    ``weights`` are the fractions of the rows in each part, ``tolerance`` the largest relative difference that counts as
+    equal.
     """
     for key, one in whole.probes.items():
         others = [each.probes.get(key, torch.zeros_like(one)) for each in parts]
@@ -109,7 +100,7 @@ def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is no injected gradient
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """Autograd node that returns a loss and multiplies its gradient."""
 
     @staticmethod
@@ -126,30 +117,15 @@ def scaled_gradient(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the same loss; its backward multiplies the gradient by ``factor``."""
     if factor == 1.0 or not loss.requires_grad:
         return loss
-    scaled: torch.Tensor = _Scaled.apply(loss, factor)  # type: ignore[no-untyped-call]
+    scaled: torch.Tensor = _ScaleGradient.apply(loss, factor)  # type: ignore[no-untyped-call]
     return scaled
 
 
-class GradientScale:
-    """Divides gradients of parameters within the backward, before an engine reads or reduces them.
-
-    Args:
-        parameters: Parameters of this rank.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-
-    @contextmanager
-    def divided_by(self, number: float) -> Iterator[None]:
-        """Return a context in which backwards divide gradients by ``number``."""
-        if number == 1.0:
-            yield
-            return
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        handles = [register_first(parameter, lambda gradient: gradient / number) for parameter in trained]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+@contextmanager
+def divide_gradients(parameters: Iterable[nn.Parameter], number: float) -> Iterator[None]:
+    """Context in which backwards divide gradients of parameters by ``number``, before an engine reads or reduces them."""
+    with ExitStack() as hooks:
+        for parameter in parameters if number != 1.0 else ():
+            if parameter.requires_grad:
+                hooks.enter_context(register_first(parameter, lambda gradient: gradient / number))
+        yield

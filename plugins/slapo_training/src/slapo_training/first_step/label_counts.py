@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slapo_core import Program, all_reduce
+from slapo_core import Program
 
 from ..batches.microbatches import labels_of
+from ..distributed.ranks import all_reduce
 from ..losses.reductions import LabelMean
 from .row_subsets import Rows
 
@@ -19,19 +20,14 @@ _UNKNOWN = -1
 class LabelCounts:
     """Counts the labels of batches, after one loss has shown which labels count. Made collectively.
 
-    Args:
-        program: The program; its mesh has the replicas.
-        ignored: Label value that the loss excludes.
-        rows: A micro-batch.
-        counted: Reduction of the micro-batch's loss, on ranks that know it.
-        device: Device of this rank.
+    ``counted`` is the reduction of the loss of the micro-batch ``rows``, on ranks that know it.
     """
 
     def __init__(self, program: Program, ignored: int, rows: Rows, counted: LabelMean | None, device: torch.device) -> None:
         self._program = program
         counted = counted if isinstance(counted, LabelMean) else None
         self._ignored = ignored if counted is None else counted.ignore_index
-        own = labels_of([rows.given()], self._ignored)[0]
+        own = labels_of([rows.as_dict()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels
         is_other = [int(labels not in (_UNKNOWN, number)) for number in own]
         row = torch.tensor([labels, *is_other, self._ignored if counted is not None else -(2**40)], device=device)
@@ -46,7 +42,7 @@ class LabelCounts:
             return None
         if self._kind is None:
             return self._found
-        counts = labels_of([part.given() for part in parts], self._ignored)
+        counts = labels_of([part.as_dict() for part in parts], self._ignored)
         total = torch.tensor(sum(each[self._kind] for each in counts), device=device)
         dp = self._program.axis_size("dp")
         if dp > 1:

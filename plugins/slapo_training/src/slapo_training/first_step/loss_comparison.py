@@ -18,8 +18,8 @@ from ..model.state_rollback import StateSnapshot
 from ..options.common_options import CommonOptions
 from . import row_mixing
 from .diagnostics import Pair
-from .row_subsets import expected_losses, narrowed
-from .stage_runs import Planned, Run, RunCache, StageRuns
+from .row_subsets import expected_losses, narrow_rows
+from .stage_runs import PlannedRows, Run, RunCache, StageRuns
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
@@ -27,30 +27,20 @@ _SMALL_TERM = 0.1
 """Largest fraction of a loss that a balance loss may have; a larger term is the trained loss itself."""
 
 
-class Compared(NamedTuple):
-    """Results of runs of some rows and of their parts.
-
-    Args:
-        whole: The run of all rows.
-        pair: The losses that differ on some rank, or None.
-    """
+class ComparedRuns(NamedTuple):
+    """Results of runs of some rows and of their parts; ``pair`` are the losses that differ on some rank, or None."""
 
     whole: Run
     pair: Pair | None
 
 
 class Factor(NamedTuple):
-    """Factor of a term in a loss, as far as it is known.
-
-    Args:
-        value: The factor.
-        error: Bound of its rounding error.
-    """
+    """Factor of a term in a loss, as far as it is known; ``error`` is the bound of its rounding error."""
 
     value: float
     error: float
 
-    def agrees(self, other: Factor) -> bool:
+    def is_close(self, other: Factor) -> bool:
         """Return True if two factors are equal within their errors."""
         allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
         return abs(self.value - other.value) <= allowed
@@ -60,10 +50,6 @@ class LossComparison:
     """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
 
     Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
-        state: State at the start of each run.
         plans: Plan of all rows, followed by plans of their parts.
         synced: BatchNorms with statistics of all rows of a batch.
         labels_differ: True if the engine refuses losses of unknown reduction, since numbers of labels differ.
@@ -75,7 +61,7 @@ class LossComparison:
         options: CommonOptions,
         runs: StageRuns,
         state: StateSnapshot,
-        plans: Sequence[Planned],
+        plans: Sequence[PlannedRows],
         synced: Sequence[nn.Module],
         labels_differ: bool,
     ) -> None:
@@ -90,7 +76,6 @@ class LossComparison:
 
     @property
     def rows(self) -> int:
-        """Number of all rows."""
         return self._plans[0].rows.number
 
     def compare(
@@ -98,11 +83,10 @@ class LossComparison:
         known: RunCache | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
-    ) -> Compared:
+    ) -> ComparedRuns:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
-            known: Earlier runs of these rows, or None.
             norms: BatchNorms that use running statistics in these runs.
             doubted: True if other rows have differed; the tolerance is then smaller, as parts with similar losses differ less.
         """
@@ -124,11 +108,11 @@ class LossComparison:
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             allowed = max(allowed, whole.rounding)  # a loss may have a lower precision than its model
-            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+            pair = self._differing_losses(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
-        return Compared(whole, self.first(pair))
+        return ComparedRuns(whole, self.first(pair))
 
-    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+    def find_row_mixing(self, norms: Iterable[nn.Module]) -> str | None:
         """Return the path of the first module that mixes rows, with BatchNorms on running statistics."""
         events = []
         with row_mixing.by_running_statistics([*self._synced, *norms]):
@@ -165,11 +149,11 @@ class LossComparison:
             numbers = [float(each.detach()) for each in values if isinstance(each, torch.Tensor) and not each.dim()]
             if "loss" in str(name) and name != "loss" and len(numbers) == len(values):
                 whole, *parts = numbers
-                if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
+                if (pair := self._differing_losses(whole, parts, self._counted, self._tolerance.repeated)) is not None:
                     found[name] = pair
         return found
 
-    def updated(self) -> list[str]:
+    def differing_buffers(self) -> list[str]:
         """Return the names of buffers, except of norms, that got different values from different parts."""
         found = []
         for name in self._written[0] if self._written else ():
@@ -187,11 +171,11 @@ class LossComparison:
         if loss_fn is not None and whole.loss is not None:
             try:
                 for part in rows[1:]:
-                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    output = narrow_rows(whole.output, rows[0].number, start, part.number)
                     with torch.no_grad():
                         losses.append(loss_of(output, loss_fn, part.labels).item())
                     start += part.number
-                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+                pair = self._differing_losses(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
             except Exception as err:  # outputs cannot be split
                 get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
         return self.first(pair)
@@ -203,7 +187,7 @@ class LossComparison:
     def _run(self, index: int) -> Run:
         return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
-    def _differing(
+    def _differing_losses(
         self, loss: float, losses: Sequence[float], counted: Sequence[LabelMean | None], tolerance: float
     ) -> Pair | None:
         """Return a loss and the nearest mean of its parts if they differ by more than rounding, or None."""

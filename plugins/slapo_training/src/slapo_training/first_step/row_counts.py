@@ -22,12 +22,9 @@ Marks = dict[str, float]
 
 
 def row_counts(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
-    """Return the counts of some rows.
+    """Return the counts of some rows, given the arguments of the model and the labels of a loss function.
 
-    Args:
-        given: Arguments of the model, and labels of a loss function.
-        ignored: Label value that the loss excludes.
-        without: Names of counts to omit.
+    Counts called ``without`` are omitted.
     """
     rows, names, numbers = BatchRows().count(given) or 0, [], []
     for index, leaf in enumerate(tree_leaves(given)):
@@ -53,12 +50,7 @@ def distance(one: Marks, other: Marks) -> float:
 
 
 class UnevenRowCounts:
-    """Finds the first steps in which counts differ between micro-batches or replicas.
-
-    Args:
-        program: The program; its mesh has the ranks.
-        ignored: Label value that the loss excludes.
-    """
+    """Finds the first steps in which counts differ between micro-batches or replicas; ``ignored`` labels do not count."""
 
     def __init__(self, program: Program, ignored: int) -> None:
         self._program, self._ignored = program, ignored
@@ -85,10 +77,10 @@ def _numbers_of(leaf: torch.Tensor, ignored: int) -> list[tuple[str, Any]]:
     numbers = [("labels", (leaf != ignored).sum), ("filled", (leaf != 0).sum)]
     if leaf.dim() == 1:
         return [*numbers, ("length", leaf.sum)]
-    return [*numbers, ("end", lambda: _repeated(leaf.flip(-1))), ("start", lambda: _repeated(leaf))]
+    return [*numbers, ("end", lambda: _count_repeats(leaf.flip(-1))), ("start", lambda: _count_repeats(leaf))]
 
 
-def _repeated(values: torch.Tensor) -> torch.Tensor:
+def _count_repeats(values: torch.Tensor) -> torch.Tensor:
     """Count how often rows repeat their first value at their start, as padding does."""
     return (values == values[..., :1]).cummin(-1).values[..., 1:].sum() if values.shape[-1] else values.sum()
 

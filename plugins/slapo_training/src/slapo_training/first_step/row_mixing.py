@@ -21,7 +21,6 @@ class Tolerance(NamedTuple):
     """Relative differences that rounding may cause.
 
     Args:
-        loss: Tolerance of a loss.
         repeated: Tolerance of a loss after another one has differed.
         values: Tolerance of a tensor's values, relative to its largest.
     """
@@ -81,10 +80,8 @@ class Event(NamedTuple):
     """Input or output tensors of a module.
 
     Args:
-        path: Path of the module.
         inside: Path of the module whose forward called it.
         is_output: True for outputs, False for inputs.
-        tensors: The tensors in order.
     """
 
     path: str
@@ -113,12 +110,8 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
             stack.pop()
             events.append(Event(paths[module], stack[-1] if stack else "", True, _tensors(output)))
 
-    handles = [register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward)]
-    try:
+    with register_module_forward_pre_hook(pre_forward), register_module_forward_hook(post_forward):
         yield events
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def models_within(roots: Sequence[nn.Module]) -> set[str]:
@@ -140,9 +133,6 @@ def first_mixing(
     e.g. a router's balance loss, also mixes rows if the number is not the mean of the parts' numbers.
 
     Args:
-        whole: Events of the run of all rows.
-        parts: Events of the run of each part.
-        rows: Number of rows of the whole and of each part.
         tolerance: Largest relative difference that counts as equal.
         with_loss: Paths of modules that may return the loss beside rows; their numbers are not compared.
     """
@@ -175,7 +165,6 @@ def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequen
 
 
 def _by_call(events: Sequence[Event]) -> dict[tuple[str, bool, int], Event]:
-    """Return events by path, kind, and number of the call."""
     found: dict[tuple[str, bool, int], Event] = {}
     calls: Counter[tuple[str, bool]] = Counter()
     for event in events:

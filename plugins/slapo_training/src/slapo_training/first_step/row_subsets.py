@@ -20,10 +20,7 @@ from .row_counts import Marks, distance, row_counts
 class Rows(NamedTuple):
     """Some rows of a batch.
 
-    Args:
-        batch: Arguments of the model.
-        labels: Labels for the loss function; None if the model computes the loss.
-        places: Locates the rows.
+    ``batch`` are the arguments of the model; ``labels`` is None if the model computes the loss; ``places`` locates the rows.
     """
 
     batch: Batch
@@ -33,40 +30,35 @@ class Rows(NamedTuple):
     @property
     def number(self) -> int:
         """Number of rows; 0 if no tensor has rows."""
-        return self.places.count(self.given()) or 0
+        return self.places.count(self.as_dict()) or 0
 
     def cut(self, sizes: Sequence[int]) -> list[Rows]:
         """Split the rows into parts of these sizes, in order."""
-        return [self.of(part) for part in self.places.cut(self.given(), sizes)]
+        return [self.of(part) for part in self.places.cut(self.as_dict(), sizes)]
 
     def of(self, given: Batch) -> Rows:
         """Return other rows of the same kind, from arguments and labels in one dict."""
         labels = given.pop("labels") if self.labels is not None else None
         return Rows(given, labels, self.places)
 
-    def given(self) -> Batch:
+    def as_dict(self) -> Batch:
         """Return arguments and labels in one dict."""
         return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Join the rows of several parts."""
-    return parts[0].of(parts[0].places.join([part.given() for part in parts]))
+    return parts[0].of(parts[0].places.join([part.as_dict() for part in parts]))
 
 
-def narrowed(value: Any, total: int, start: int, size: int) -> Any:
+def narrow_rows(value: Any, total: int, start: int, size: int) -> Any:
     """Return some rows of every tensor in ``value`` with ``total`` rows."""
-    return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
+    return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has_rows(leaf, total) else leaf, value)
 
 
 def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     """Return two halves of micro-batches that differ most in labels and masks.
 
     Together they have as many rows as one micro-batch. For micro-batches of one row, return two, or the same row twice.
-
-    Args:
-        parts: All micro-batches of this rank.
-        ignored: Label value that the loss leaves out.
     """
     number = parts[0].number
     if number == 1:
@@ -81,11 +73,8 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
 def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
     """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
 
-    Together they have as many rows as the first half, at least two. One of them is the start of the first half.
-
-    Args:
-        halves: Halves of the micro-batch, or one half alone.
-        ignored: Label value that the loss leaves out.
+    Together they have as many rows as the first half, at least two. One of them is the start of the first half. ``halves``
+    may be one half alone.
     """
     half, *others = halves
     size = _second_half(half.number)
@@ -104,8 +93,8 @@ def _second_half(number: int) -> int:
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
     """Return ``own``, and the rows of ``others`` that differ most from it in labels and masks."""
-    marks = row_counts(own.given(), ignored)
-    return [own, max(others, key=lambda other: distance(marks, row_counts(other.given(), ignored)))]
+    marks = row_counts(own.as_dict(), ignored)
+    return [own, max(others, key=lambda other: distance(marks, row_counts(other.as_dict(), ignored)))]
 
 
 def other_replicas(own: Rows, program: Program, device: torch.device, ignored: int) -> list[Rows]:
@@ -114,12 +103,12 @@ def other_replicas(own: Rows, program: Program, device: torch.device, ignored: i
         return []
     group, found = program.mesh.get_group("dp"), list[Rows]()
     marks: list[Marks] = [{}] * group.size()
-    dist.all_gather_object(marks, row_counts(own.given(), ignored), group=group)
+    dist.all_gather_object(marks, row_counts(own.as_dict(), ignored), group=group)
     for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
-        sent = [_on("cpu", (own.batch, own.labels)) if source == group.rank() else None]
+        sent = [_to_device("cpu", (own.batch, own.labels)) if source == group.rank() else None]
         dist.broadcast_object_list(sent, group=group, group_src=source)
         if source != group.rank() and sent[0] is not None:
-            found.append(Rows(*_on(device, sent[0]), own.places))
+            found.append(Rows(*_to_device(device, sent[0]), own.places))
     return found
 
 
@@ -128,32 +117,28 @@ def expected_losses(
 ) -> list[float]:
     """Return the possible losses of all parts together, for a mean over rows or over labels.
 
-    Args:
-        parts: Rows of each part.
-        losses: Loss of each part.
-        counted: Reduction of each loss; if all are known, the engine weights by them.
-        ignored: Label value that the loss leaves out.
+    ``counted`` are the reductions of the losses; if all are known, the engine weights by them.
     """
     known = [each.labels for each in counted if isinstance(each, LabelMean)]
     if len(known) == len(counted):
-        return [_weighted(losses, known)]
-    whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
+        return [_weighted_mean(losses, known)]
+    whole, rest = zip(*labels_of([part.as_dict() for part in parts], ignored), strict=True)
     # with a known reduction the engine weights by labels; with an unknown one it refuses uneven labels
     weights = ([part.number for part in parts], whole, rest)
-    return [_weighted(losses, each) for each in weights if sum(each)]
+    return [_weighted_mean(losses, each) for each in weights if sum(each)]
 
 
-def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
+def _weighted_mean(losses: Sequence[float], weights: Sequence[int]) -> float:
     total = sum(weights)
     if not total:
         return float("nan")
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / total
 
 
-def _on(device: torch.device | str, rows: tuple[Batch, Any]) -> tuple[Batch, Any]:
+def _to_device(device: torch.device | str, rows: tuple[Batch, Any]) -> tuple[Batch, Any]:
     moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, rows)
     return moved[0], moved[1]
 
 
-def _has(leaf: Any, rows: int) -> bool:
+def _has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows

@@ -12,19 +12,13 @@ from . import row_mixing
 from .diagnostics import Pair, Partition, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean, warn_or_refuse
 from .loss_comparison import Factor, LossComparison
 from .row_subsets import Rows, dissimilar_pair, join_rows, other_replicas
-from .stage_runs import Planned, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
+from .stage_runs import PlannedRows, RunCache, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 
 class RowsCheck:
-    """The check of one step's micro-batches. Collective over the mesh.
+    """The check of one step's micro-batches, all of this rank. Collective over the mesh.
 
-    Args:
-        program: The program that runs.
-        options: Options of the engine.
-        runs: Runs of the stages.
-        parts: All micro-batches of this rank.
-        labels_differ: See ``LossComparison``.
-        reported: Names in earlier warnings; updated.
+    ``reported`` are names in earlier warnings; it is updated.
     """
 
     def __init__(
@@ -45,11 +39,7 @@ class RowsCheck:
         self._norms = {path: each for path, each in norms.items() if each not in self._synchronized}
 
     def run(self, halves: Sequence[Rows], known: RunCache | None) -> None:
-        """Run the check.
-
-        Args:
-            halves: Two halves of a micro-batch.
-            known: Earlier runs of the micro-batch and its halves, or None.
+        """Run the check; ``known`` has earlier runs of the micro-batch and its halves.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -57,12 +47,12 @@ class RowsCheck:
         pair, mixing, is_suspect, factors = None, list(self._norms), True, dict[str, Factor]()
         if not has_loss_of_its_own(self._options):
             try:
-                plans = self._planned(halves)
+                plans = self._plan_rows(halves)
                 with runs_alone(self._program, plans) as state:
                     comparison = self._comparison(plans, state)
                     pair, is_suspect = self._compare_losses(comparison, known)
                     factors = comparison.factors() if is_suspect else {}
-                    self._report_buffers_and_terms(comparison.updated(), comparison.terms() if pair is None else {})
+                    self._report_buffers_and_terms(comparison.differing_buffers(), comparison.terms() if pair is None else {})
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
             found = self._confirm(factors) if is_suspect else None
@@ -81,8 +71,7 @@ class RowsCheck:
     def _confirm(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
         """Compare the parts that the engine averages, micro-batches or those of two replicas: halves may break groups of rows.
 
-        Args:
-            factors: Terms that may explain the difference of halves, with their factors.
+        ``factors`` are terms that may explain the difference of halves.
 
         Returns:
             Path of a module that mixes rows, and the losses that differ; None if none differ.
@@ -94,7 +83,7 @@ class RowsCheck:
         others = self._parts[1:] or other_replicas(own, self._program, self._runs.device, ignored)
         pair = dissimilar_pair(own, others, ignored)
         try:
-            plans = self._planned(pair)
+            plans = self._plan_rows(pair)
             with runs_alone(self._program, plans) as state:
                 comparison = self._comparison(plans, state)
                 compared = comparison.compare(None, self._norms.values(), doubted=True)
@@ -102,11 +91,11 @@ class RowsCheck:
                     return None
                 again = comparison.factors()
                 terms = {name: pair for name, pair in comparison.terms().items() if name in again and name in factors}
-                terms = {name: pair for name, pair in terms.items() if again[name].agrees(factors[name])}
+                terms = {name: pair for name, pair in terms.items() if again[name].is_close(factors[name])}
                 if terms:
                     self._report_buffers_and_terms([], terms)
                     return None
-                mixing, wrong = comparison.mixing(self._norms.values()), comparison.loss_function(compared.whole)
+                mixing, wrong = comparison.find_row_mixing(self._norms.values()), comparison.loss_function(compared.whole)
                 if wrong is None and mixing is not None:
                     return mixing, compared.pair
                 raise BuildError(loss_is_no_mean(wrong or compared.pair, comparison.rows, self._cut))
@@ -114,10 +103,10 @@ class RowsCheck:
             get_logger().debug("the first-step check 'rows' was left out: %s", err)
             return None
 
-    def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
-        return [self._runs.planned(each, has_backward=False) for each in (join_rows(parts), *parts)]
+    def _plan_rows(self, parts: Sequence[Rows]) -> list[PlannedRows]:
+        return [self._runs.plan_rows(each, has_backward=False) for each in (join_rows(parts), *parts)]
 
-    def _comparison(self, plans: Sequence[Planned], state: StateSnapshot) -> LossComparison:
+    def _comparison(self, plans: Sequence[PlannedRows], state: StateSnapshot) -> LossComparison:
         return LossComparison(self._program, self._options, self._runs, state, plans, self._synchronized, self._labels_differ)
 
     def _report_mixing(self, paths: Sequence[str], pair: Pair | None) -> None:

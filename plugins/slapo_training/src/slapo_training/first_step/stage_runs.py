@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from slapo_core import Boundary, Program, SlapoError, Stage, all_reduce, call_arguments, raise_on_all_ranks
+from slapo_core import Boundary, Program, SlapoError, Stage, call_arguments, raise_on_all_ranks
 from slapo_tracing.nodes import asks_for_gradients
 
 from ..batches.nested_tensors import with_tensors
+from ..distributed.ranks import all_reduce
 from ..losses.microbatch_loss import CountedLoss
 from ..losses.reductions import LabelMean
 from ..model.state_rollback import StateSnapshot, state_rollback
@@ -35,13 +36,8 @@ class RunFailedError(Exception):
     """Error of a run that failed on this rank or on another one."""
 
 
-class Planned(NamedTuple):
-    """Some rows, and the program planned for their shape.
-
-    Args:
-        program: Program for this shape.
-        rows: Rows that run through the program.
-    """
+class PlannedRows(NamedTuple):
+    """Some rows, and the program planned for their shape."""
 
     program: Program
     rows: Rows
@@ -51,9 +47,6 @@ class Run(NamedTuple):
     """Results of a run.
 
     Args:
-        loss: Loss on ranks with the last stage; None on others.
-        counted: Reduction of the loss if it is a known mean over labels, or None.
-        output: Output of the model on ranks with the last stage, detached.
         rng_fingerprint: Fingerprint of this rank's random state after the run.
         found: True if ``after_stage`` returned True on any rank.
         written: Floating-point buffers that the run modified, see ``written_buffers``.
@@ -70,12 +63,9 @@ class Run(NamedTuple):
 
 
 class RunCache(NamedTuple):
-    """Cached runs of a micro-batch and of its parts.
+    """Cached runs of a micro-batch and of its parts, None for a part that has not run.
 
-    Args:
-        whole: Run of all rows.
-        parts: Run of each part, deterministic if the model samples random numbers; None for a part that has not run.
-        draws: True if the model samples random numbers on any rank.
+    If the model ``draws`` random numbers on any rank, the runs of parts are deterministic.
     """
 
     whole: Run
@@ -87,10 +77,6 @@ class StageRuns:
     """Runs stages in training mode, each on its rank. Every call is collective over the mesh.
 
     Args:
-        program: The program.
-        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs.
-        device: Device of messages between ranks.
-        around: Makes the engine's context of a run.
         accumulates: True if a run may accumulate gradients in parameters until its rollback.
         failed: Called with an error on its rank, before any reduction. It returns if the tensor-parallel ranks failed too;
             otherwise they would wait for this rank in a collective. With None, the first run raises its error at once.
@@ -108,36 +94,28 @@ class StageRuns:
         self.accumulates, self._failed, self._has_run = accumulates, failed, False
         self._program, self._options, self.device, self._around = program, options, device, around
 
-    def planned(self, rows: Rows, has_backward: bool = True) -> Planned:
-        """Plan the stages for rows of this shape.
-
-        Args:
-            rows: Rows to run.
-            has_backward: True if their runs have gradients, which a forward may test.
+    def plan_rows(self, rows: Rows, has_backward: bool = True) -> PlannedRows:
+        """Plan the stages for rows of this shape. A forward may test whether its run has gradients.
 
         Raises:
             RunFailedError: on all ranks, if one failed.
         """
         program, replan = self._program, self._program.replan
         if replan is None or len(program.stages) == 1:
-            return Planned(program, rows)
+            return PlannedRows(program, rows)
         with self.failing_on_all_ranks(), torch.enable_grad(), self._around(True):
             program = replan(True, rows.batch)
         if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
             with self.failing_on_all_ranks(), torch.no_grad(), self._around(False):
                 program = replan(True, rows.batch)
-        return Planned(program, rows)
+        return PlannedRows(program, rows)
 
     def __call__(
-        self, planned: Planned, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
+        self, planned: PlannedRows, state: StateSnapshot, after_stage: AfterStage | None = None, fixed: bool = False
     ) -> Run:
-        """Run rows through all stages, with gradients if there is an ``after_stage``.
+        """Run rows through all stages, with gradients if there is an ``after_stage``, which is called after each.
 
-        Args:
-            planned: The rows.
-            state: State at the start of the run.
-            after_stage: Called after each stage.
-            fixed: True to run with ``DeterministicRandom``.
+        With ``fixed`` they run under ``DeterministicRandom``.
 
         Raises:
             RunFailedError: on all ranks, if the run failed on one.
@@ -157,16 +135,14 @@ class StageRuns:
                 values = self._send(values, stages[stage.index + 1].inputs, stage.index)
         found = self.any_rank(one.found) if has_backward else False
         self._has_run = True
-        output, written = _detached(one.output), written_buffers(self._program.module, state)
+        output, written = _detach_output(one.output), written_buffers(self._program.module, state)
         return Run(one.loss, one.counted, output, state.rng_fingerprint(), found, written, one.rounding)
 
-    def own_modules(self, planned: Planned) -> list[nn.Module]:
-        """Return the modules of this rank's stages."""
+    def own_modules(self, planned: PlannedRows) -> list[nn.Module]:
         own = self._program.axis_rank("pp")
         return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True if a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
         return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
 
@@ -213,7 +189,7 @@ class StageRuns:
 class _StageRun:
     """One run of some rows through the stages of this rank."""
 
-    def __init__(self, planned: Planned, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
+    def __init__(self, planned: PlannedRows, loss_of: CountedLoss | None, after_stage: AfterStage | None) -> None:
         self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, after_stage
         self.loss: float | None = None
         self.rounding = 0.0
@@ -222,7 +198,6 @@ class _StageRun:
         self.found = False
 
     def stage(self, stage: Stage, values: Tensors) -> Tensors:
-        """Run one stage and return its outputs."""
         training = torch.is_grad_enabled()
         values = tuple(
             value.detach().requires_grad_(boundary.requires_grad and training)
@@ -264,7 +239,6 @@ class StageCall(nn.Module):
         self.module, self._call = module, call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensors:
-        """Run the stage."""
         return self._call(self.module, args, kwargs)
 
 
@@ -279,7 +253,7 @@ def has_loss_of_its_own(options: CommonOptions) -> bool:
 
 
 @contextmanager
-def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[StateSnapshot]:
+def runs_alone(program: Program, plans: Sequence[PlannedRows]) -> Iterator[StateSnapshot]:
     """Context that rolls back all changes of runs of these rows to model and process; see ``state_rollback``."""
     trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
     with state_rollback(module for tree in trees for module in tree.modules()) as state:
@@ -293,7 +267,7 @@ def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
             raise RunFailedError(f"a stage gives {boundary.name!r} with another shape or type than planned")
 
 
-def _detached(output: Any) -> Any:
+def _detach_output(output: Any) -> Any:
     """Return the output without its graph, to free the graph before the next run."""
 
     def detach(leaf: Any) -> Any:

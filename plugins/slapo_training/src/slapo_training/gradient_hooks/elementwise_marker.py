@@ -38,5 +38,4 @@ def gradient_hook(hook: Callable[[Any], Any], kind: str = "whole") -> Callable[[
 
 
 def is_elementwise(hook: object) -> bool:
-    """Return True if a hook was declared elementwise."""
     return getattr(hook, _KIND, None) == "elementwise"

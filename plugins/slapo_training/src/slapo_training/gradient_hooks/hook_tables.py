@@ -16,12 +16,7 @@ Table = dict[int, Hook]
 
 
 class HookRef(NamedTuple):
-    """Reference to a hook in the table that the user's handle removes it from.
-
-    Args:
-        table: Table of the parameter on which the user registered the hook.
-        key: Key of the hook in the table.
-    """
+    """Reference to a hook in the table of the user's parameter that the user's handle removes it from."""
 
     table: Table
     key: int
@@ -33,7 +28,6 @@ class HookRef(NamedTuple):
 
 
 def table_of(parameter: torch.Tensor, name: str) -> Table:
-    """Return one of a parameter's tables, or an empty one."""
     return getattr(parameter, name, None) or {}
 
 

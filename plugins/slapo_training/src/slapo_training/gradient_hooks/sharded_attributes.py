@@ -13,16 +13,12 @@ CUT = "_slapo_cut_attributes"
 def shard_attributes(
     part: torch.Tensor, shape: Sequence[int], dim: int, cut: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Shard the tensor attributes of a parameter's shard in place.
+    """Shard the tensor attributes of a parameter's shard in place; return the whole tensors by name.
 
     Args:
         part: The shard, with the attributes of the whole parameter.
         shape: Shape of the whole parameter. A tensor matches if each of its sizes is the same or 1.
         dim: Sharded dimension; tensors of size 1 along it do not change.
-        cut: Returns the shard of a tensor.
-
-    Returns:
-        The whole tensors by name.
     """
     found = {
         name: value for name, value in vars(part).items() if is_shaped_like(value, shape) and value.shape[dim] == shape[dim]

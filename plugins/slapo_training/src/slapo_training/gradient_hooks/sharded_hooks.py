@@ -20,14 +20,8 @@ from .whole_parameter import Place, whole_parameter
 class ShardedHook:
     """User's hook on a shard, called with the whole gradient of each backward. Collective over the ranks of the shards.
 
-    Copies of the parameter have no hooks, as torch does not copy them.
-
-    Args:
-        ref: Reference to the hook.
-        whole: The parameter on which the hook was registered.
-        part: The shard.
-        spec: Spec of the shard.
-        places: Modules and names under which the model holds the shard.
+    Copies of the parameter have no hooks, as torch does not copy them. ``places`` are the modules and names under which the
+    model holds the shard.
     """
 
     def __init__(self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
@@ -39,24 +33,22 @@ class ShardedHook:
         return whole_parameter(part, self._spec, self.origin, places, in_place=False)
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Run as a hook of ``register_hook``."""
         hook, part = self.ref.hook, self._part()
         if hook is None or gradient is None:
             return None
         if is_elementwise(hook):
-            return _changed(hook, gradient)
+            return _run_hook(hook, gradient)
         whole = gather_parts(gradient, self._spec)
         if part is None:  # another tensor replaced the shard
-            return self._spec.local(_changed(hook, whole))
+            return self._spec.local(_run_hook(hook, whole))
         with self._whole(part):
-            return self._spec.local(_changed(hook, whole))
+            return self._spec.local(_run_hook(hook, whole))
 
 
 class ShardedPostAccumulateHook(ShardedHook):
     """User's post-accumulate hook on a shard."""
 
     def __call__(self, part: torch.Tensor | None) -> None:
-        """Run as a hook of ``register_post_accumulate_grad_hook``."""
         hook = self.ref.hook
         if hook is None or part is None or part.grad is None:
             return
@@ -75,14 +67,7 @@ class ShardedPostAccumulateHook(ShardedHook):
 
 
 def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
-    """Wrap the user's hooks of a whole parameter for its shard, in new tables of the shard.
-
-    Args:
-        part: The shard that replaces ``whole``, with its hooks.
-        whole: The whole parameter, whose hooks do not change.
-        spec: Spec of the shard.
-        places: Modules and names under which the model holds the shard.
-    """
+    """Wrap the user's hooks of a whole parameter, which do not change, for its shard, in new tables of the shard."""
     for name, kind in zip(TABLES, (ShardedHook, ShardedPostAccumulateHook), strict=True):
         table = table_of(whole, name)
         if table:
@@ -93,6 +78,6 @@ def move_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places:
             put_table(part, name, OrderedDict(carried))
 
 
-def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
+def _run_hook(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
     result = hook(gradient)
     return gradient if result is None else result

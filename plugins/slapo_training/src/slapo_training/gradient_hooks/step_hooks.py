@@ -60,16 +60,10 @@ class _HookedParameter:
     """A parameter with hooks, on this rank or on other ranks that have it.
 
     Args:
-        name: Name in this rank's stages.
-        names: Names in the unmodified model.
         origin: Returns the parameter of the unmodified model.
-        hooks: Hooks of ``register_hook``.
-        post_hooks: Hooks of ``register_post_accumulate_grad_hook``.
         reads: True if a hook of some rank may need the whole weights.
         is_local: True if the hooks need only each rank's shard.
         differs: True if ranks have different numbers of hooks.
-        parameter: The parameter that the engine trains.
-        places: Modules and names under which the model holds the parameter.
     """
 
     name: str
@@ -98,7 +92,6 @@ class StepHooks:
     or after this, stay with torch, and so do hooks of the schedule.
 
     Args:
-        program: The program that is built.
         module: This rank's stages, before the engine shards them further.
         is_on: False to leave all hooks to torch.
     """
@@ -145,12 +138,7 @@ class StepHooks:
         self._order, self.is_active, self._access = [], False, GradientAccess()
 
     def bind(self, module: nn.Module, access: GradientAccess) -> None:
-        """Find the engine's parameters, and exchange facts of hooks with all ranks. Collective over the mesh.
-
-        Args:
-            module: This rank's stages.
-            access: Access to the engine's gradients.
-        """
+        """Find the parameters of this rank's stages, and exchange facts of hooks with all ranks. Collective over the mesh."""
         own = {name: each.facts() for name, each in self._hooked.items() if each.hooks or each.post_hooks}
         everyone = gather_objects((own, self._place), self._program.mesh)
         alike = [found for found, place in everyone if place == self._place]
@@ -280,7 +268,7 @@ class StepHooks:
 
 def _after_hooks(each: _HookedParameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient after the hooks of ``register_hook``."""
-    for hook in _present(each.hooks):
+    for hook in _live_hooks(each.hooks):
         result = hook(gradient)
         if result is None:
             continue
@@ -301,7 +289,7 @@ def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: n
     kind, whole.grad_dtype = whole.grad_dtype, gradient.dtype
     whole.grad = gradient
     try:
-        for hook in _present(each.post_hooks):
+        for hook in _live_hooks(each.post_hooks):
             if hook(whole) is not None:
                 raise BuildError(f"a hook of {each.names[0]!r} that waits for the accumulated gradient has to return None")
         return whole.grad
@@ -310,7 +298,7 @@ def _after_accumulation(each: _HookedParameter, gradient: torch.Tensor, whole: n
         whole.grad_dtype = kind
 
 
-def _present(refs: Iterable[HookRef]) -> Iterator[Hook]:
+def _live_hooks(refs: Iterable[HookRef]) -> Iterator[Hook]:
     return (hook for ref in refs if (hook := ref.hook) is not None)
 
 

@@ -28,10 +28,7 @@ def whole_parameter(
     are copied to the shard.
 
     Args:
-        part: This rank's shard.
-        spec: Spec of the shard.
         origin: Returns the parameter of the unmodified model.
-        places: Modules and names under which the model holds the shard.
         in_place: True to leave the gathered values in the parameter of the unmodified model; False to restore its old values.
     """
     local = plain(part)

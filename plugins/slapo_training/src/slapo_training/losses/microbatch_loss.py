@@ -26,12 +26,7 @@ class MicroBatchLoss(ABC):
     """
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run one stage of the model for this micro-batch.
-
-        Args:
-            stage: Function that runs the stage.
-            index: Index of the stage.
-        """
+        """Run one stage of the model for this micro-batch."""
         return stage()
 
     def fail(self, error: Exception) -> None:
@@ -57,13 +52,10 @@ def note_failure(labels: Any, error: Exception) -> None:
 class CountedLoss:
     """Computes losses and their reductions over labels.
 
-    A model may make labels within its forward, so reductions cannot be read from the batch. Tracking a model's run takes about
-    0.2 ms per layer. So calls are tracked until one shows that the autograd graph of the loss gives the same reduction. Losses
-    without a gradient have no graph, e.g. of text alone if only image layers are trained.
-
-    Args:
-        loss_fn: ``loss_fn(outputs, labels)``; None to take the loss from the model's output.
-        output_loss: Finds the loss in the output; None without the option ``loss``.
+    A model may make labels within its forward, so reductions cannot be read from the batch. Tracking a model's run takes
+    about 0.2 ms per layer. So calls are tracked until one shows that the autograd graph of the loss gives the same reduction.
+    Losses without a gradient have no graph, e.g. of text alone if only image layers are trained. Without ``loss_fn`` the loss
+    is in the model's output.
     """
 
     def __init__(self, loss_fn: LossFn | None, output_loss: OutputLoss | None = None) -> None:
@@ -78,7 +70,6 @@ class CountedLoss:
         """Return the loss, a tensor without dimensions, and its reduction over labels.
 
         Args:
-            model: Function that runs the model and returns its output.
             labels: Labels for the loss function; or a ``MicroBatchLoss``, whose reduction is None.
             index: Index of the stage that ``model`` runs.
             kind: Kind of the call, e.g. the names of its arguments, which may decide whether the loss has a gradient.

@@ -33,9 +33,6 @@ class OutputLoss:
     Without the option, a field called ``loss`` is the loss; otherwise the one number with a gradient. Numbers made only from
     parameters with one element are excluded, e.g. a temperature. In evaluation numbers have no gradients: the loss has the same
     path as in training. Before any training, one forward of the last stage with gradients finds the path.
-
-    Args:
-        choice: The option ``loss``.
     """
 
     def __init__(self, choice: LossChoice | None = None) -> None:
@@ -44,10 +41,7 @@ class OutputLoss:
         self._parameters: set[Path] = set()
 
     def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
-        """Run a model and return the loss in its output.
-
-        Args:
-            model: Function that runs the model or its last stage.
+        """Run a model, or its last stage, and return the loss in its output.
 
         Raises:
             BuildError: see ``of``.
@@ -69,7 +63,7 @@ class OutputLoss:
             return _loss_by_option(self._choice, output)
         if _has_loss(output):
             return _part_of_output(output, "loss")  # type: ignore[no-any-return]
-        found = self._differentiable(output) if torch.is_grad_enabled() else self._possible(output)
+        found = self._differentiable(output) if torch.is_grad_enabled() else self._loss_candidates(output)
         if len(found) == 1:
             return next(iter(found.values()))
         if found:
@@ -86,7 +80,7 @@ class OutputLoss:
         """Return True if several numbers of an output without gradients may be the loss."""
         if self._choice is not None or isinstance(output, torch.Tensor) or _has_loss(output):
             return False
-        return len(_numbers(output)) > 0 and len(_numbers(output).keys() & self._places) != 1
+        return len(_scalar_tensors(output)) > 0 and len(_scalar_tensors(output).keys() & self._places) != 1
 
     def _search(self, model: Callable[[], Any]) -> None:
         """Find the loss by a forward with gradients, and restore the random state.
@@ -104,7 +98,7 @@ class OutputLoss:
 
     def _differentiable(self, output: Any) -> dict[Path, torch.Tensor]:
         """Return the numbers that may be the loss: those with gradients; all numbers if no output has a gradient."""
-        numbers = _numbers(output)
+        numbers = _scalar_tensors(output)
         found = {path: each for path, each in numbers.items() if each.requires_grad and path not in self._parameters}
         new = {path for path in found.keys() - self._places if _is_parameter(found[path])}
         self._parameters |= new
@@ -114,9 +108,9 @@ class OutputLoss:
         has_gradients = any(each.requires_grad for each in tensors_of(_object_attributes(output)).values())
         return found if has_gradients else _distinct(numbers)
 
-    def _possible(self, output: Any) -> dict[Path, torch.Tensor]:
+    def _loss_candidates(self, output: Any) -> dict[Path, torch.Tensor]:
         """Return the numbers of an output without gradients that may be the loss."""
-        found = {path: each for path, each in _numbers(output).items() if path not in self._parameters}
+        found = {path: each for path, each in _scalar_tensors(output).items() if path not in self._parameters}
         known = {path: each for path, each in found.items() if path in self._places}
         return known if len(known) == 1 else _distinct(found)
 
@@ -165,7 +159,7 @@ def _object_attributes(output: Any) -> Any:
     return getattr(output, "__dict__", output)
 
 
-def _numbers(output: Any) -> dict[Path, torch.Tensor]:
+def _scalar_tensors(output: Any) -> dict[Path, torch.Tensor]:
     """Return the floating-point tensors of one element."""
     found = tensors_of(_object_attributes(output))
     return {path: each for path, each in found.items() if each.numel() == 1 and each.is_floating_point()}
@@ -186,8 +180,8 @@ def _is_parameter(number: torch.Tensor) -> bool:
 
 
 def _describe(tensors: Mapping[Path, torch.Tensor]) -> str:
-    def shown(items: Iterable[tuple[Path, torch.Tensor]]) -> str:
+    def describe_items(items: Iterable[tuple[Path, torch.Tensor]]) -> str:
         return ", ".join(f"{path!r} of shape {tuple(each.shape)}" for path, each in items)
 
     items = [*tensors.items()]
-    return shown(items[:_MAX_LISTED]) + (f" and {len(items) - _MAX_LISTED} others" if len(items) > _MAX_LISTED else "")
+    return describe_items(items[:_MAX_LISTED]) + (f" and {len(items) - _MAX_LISTED} others" if len(items) > _MAX_LISTED else "")

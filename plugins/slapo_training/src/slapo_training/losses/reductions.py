@@ -35,23 +35,14 @@ _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
 
 class LabelMean(NamedTuple):
-    """A loss that is a mean over labels.
-
-    Args:
-        labels: Number of labels of the mean.
-        ignore_index: Label value that the mean excludes.
-    """
+    """A loss that is a mean over this number of labels, which excludes those of the value ``ignore_index``."""
 
     labels: int
     ignore_index: int
 
 
 class CombinedMeans(NamedTuple):
-    """A loss made of several means over labels, or of one and other values.
-
-    Args:
-        terms: The means, sorted.
-    """
+    """A loss made of several means over labels, or of one and other values; ``terms`` are the means, sorted."""
 
     terms: tuple[LabelMean, ...]
 
@@ -73,7 +64,6 @@ def terms_of(reduction: LossReduction) -> tuple[LabelMean, ...]:
 
 
 def is_label_mean(mean: LossReduction) -> bool:
-    """Return True if a loss is a plain mean over labels."""
     return isinstance(mean, LabelMean)
 
 
@@ -89,13 +79,14 @@ class ReductionTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function."""
         kwargs = kwargs or {}
         if in_function_transform():  # values under vmap cannot be read
             return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
-            self._record(result, _bound_arguments(func, args, kwargs))
+            given = _SIGNATURES[func].bind(*args, **kwargs)
+            given.apply_defaults()
+            self._record(result, given.arguments)
             return result
         sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._losses else []
         factor = self._factor(func, args, kwargs, sources) if sources else None
@@ -244,21 +235,12 @@ _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scala
 def reduction_in_graph(loss: torch.Tensor, is_searched: bool = False) -> LossReduction:
     """Return the reduction of a loss from its autograd graph; None if the graph shows none.
 
-    Args:
-        loss: A loss that requires a gradient.
-        is_searched: True to search the graph for losses; False to accept only a loss that is a mean itself.
+    Unless the graph ``is_searched`` for losses, only a loss that is a mean itself is accepted.
     """
     if (mean := nll_mean_of(loss)) is not None:
         return LabelMean(*mean)
     terms = [LabelMean(*each) for each in nll_means_in_graph(loss)] if is_searched else []
     return CombinedMeans(tuple(sorted(terms))) if terms else None
-
-
-def _bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a loss by name, defaults included."""
-    given = _SIGNATURES[func].bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

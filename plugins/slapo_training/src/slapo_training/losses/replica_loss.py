@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core import BuildError, Program, RNGState, all_reduce, rng_state, set_rng_state
+from slapo_core import BuildError, Program, RNGState, rng_state, set_rng_state
 
 from ..batches.microbatches import fingerprint
 from ..batches.nested_tensors import tensors_of, with_tensors
+from ..distributed.ranks import all_reduce
 from .microbatch_loss import LossFn, MicroBatchLoss, loss_of
 
 OVER_REPLICAS = "replicas"
@@ -35,9 +36,7 @@ class ReplicaLoss:
     """Loss of a whole batch, computed from its outputs on all replicas.
 
     Args:
-        program: The program; its mesh has the replicas.
         loss_fn: ``loss_fn(outputs, labels)``.
-        device: Device of messages between ranks.
         precision: Function that makes the engine's precision context.
 
     Attributes:
@@ -63,10 +62,7 @@ class ReplicaLoss:
     def evaluate(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> torch.Tensor:
         """Return the loss after the first passes on ranks with the last stage, 0 elsewhere. Collective over the replicas.
 
-        Args:
-            passes: The first pass of each micro-batch.
-            labels: The labels of each micro-batch, for the loss function.
-            rows: Number of rows of a micro-batch.
+        A micro-batch has ``rows`` rows.
 
         Raises:
             BuildError: the outputs cannot be gathered, or the loss function returned no loss.
@@ -86,10 +82,7 @@ class ReplicaLoss:
     def second_passes(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> list[MicroBatchLoss]:
         """Return the losses to train the same micro-batches with. Collective over the last stages of all replicas.
 
-        Args:
-            passes: The first pass of each micro-batch.
-            labels: The labels of each micro-batch, for the loss function.
-            rows: Number of rows of a micro-batch.
+        A micro-batch has ``rows`` rows.
 
         Raises:
             BuildError: the outputs cannot be gathered, or the loss function returned no loss.
@@ -99,10 +92,6 @@ class ReplicaLoss:
         loss, gradients = self._loss_and_gradients([each.output for each in passes], labels, rows, training=True)
         factor = self._num_parts(len(passes)) / self.scale
         return [SecondPass(first, loss, own, factor) for first, own in zip(passes, gradients, strict=True)]
-
-    def single_pass(self, labels: Any, rows: int | None) -> SinglePass:
-        """Return the loss to train the only micro-batch of each replica with."""
-        return SinglePass(self, labels, rows)
 
     def _num_parts(self, own: int) -> int:
         """Return the number of micro-batches of all replicas, with ``own`` on each."""
@@ -130,12 +119,12 @@ class ReplicaLoss:
         scale = torch.full_like(loss, self.scale)
         found = torch.autograd.grad(loss, [whole[path] for path in leaves], scale, allow_unused=True)
         gradients = {path: each for path, each in zip(leaves, found, strict=True) if each is not None}
-        return loss.detach(), [self._gradients_of(index, len(own), gradients, has_rows) for index in range(len(own))]
-
-    def _gradients_of(self, index: int, number: int, gradients: Gradients, has_rows: dict[str, bool]) -> Gradients:
-        """Return the gradients of one of this rank's micro-batches; gradients of tensors without rows are divided equally."""
-        place, parts = self._program.axis_rank("dp") * number + index, self._num_parts(number)
-        return {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
+        first, parts = self._program.axis_rank("dp") * len(own), self._num_parts(len(own))
+        return loss.detach(), [
+            # gradients of tensors without rows are divided equally
+            {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
+            for place in range(first, first + len(own))
+        ]
 
     def _gather_outputs(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
         """Concatenate the tensors of all micro-batches, replica by replica; stack tensors without rows."""
@@ -198,7 +187,6 @@ class FirstPass(MicroBatchLoss):
         self._device = device
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run a stage."""
         self.random[index] = rng_state()
         return stage()
 
@@ -212,9 +200,7 @@ class SecondPass(MicroBatchLoss):
     """Second pass of a micro-batch, whose backward starts from gradients of the whole batch's loss.
 
     Args:
-        first: The first pass.
         value: The loss; None on ranks without the last stage.
-        gradients: Gradients of the loss for this micro-batch's output.
         factor: Factor of the gradients, since the engine averages over the micro-batches of all replicas.
     """
 
@@ -233,20 +219,13 @@ class SecondPass(MicroBatchLoss):
 
 
 class SinglePass(MicroBatchLoss):
-    """Only pass of a replica's only micro-batch: gathers outputs, and computes the loss and its gradients.
-
-    Args:
-        loss: Loss of the whole batch.
-        labels: Labels of this rank's micro-batch.
-        rows: Number of rows of the micro-batch.
-    """
+    """Only pass of a replica's only micro-batch: gathers outputs, and computes the loss and its gradients."""
 
     def __init__(self, loss: ReplicaLoss, labels: Any, rows: int | None) -> None:
         self._loss, self._labels, self._rows = loss, labels, rows
         self._is_gathered = not loss._is_last
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return the whole batch's loss; its backward passes each output its gradient."""
         self._is_gathered = True
         value, gradients = self._loss._loss_and_gradients([output], [self._labels], self._rows, training=True)
         return with_gradients(value, tensors_of(output), gradients[0], self._loss._num_parts(1) / self._loss.scale)

@@ -45,15 +45,8 @@ class LossTerms:
     """Weights the terms of each micro-batch's loss by their counts.
 
     Args:
-        given: Value of the option.
-        program: The program; its mesh has the replicas.
         loss_fn: Function that returns the terms; None to take them from the model's output.
-        ignored: Label value that is not counted.
-        device: Device of messages between ranks.
         output_loss: Finds the loss in the model's output if there is one term.
-
-    Attributes:
-        names: Names of the terms.
     """
 
     def __init__(
@@ -88,12 +81,7 @@ class LossTerms:
         self._own = [numbers[start : start + len(self.names)] for start in range(0, len(numbers), len(self.names))]
 
     def losses(self, labels: Sequence[Any], training: bool) -> list[MicroBatchLoss]:
-        """Return the loss of each counted micro-batch. Collective over the replicas.
-
-        Args:
-            labels: Labels of each micro-batch, for the loss function.
-            training: True if the micro-batches are trained.
-        """
+        """Return the loss of each counted micro-batch. Collective over the replicas."""
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
         if dp > 1:
@@ -118,7 +106,6 @@ class LossTerms:
         return training in self._checked
 
     def record(self, name: str, count: float, labels: int) -> None:
-        """Record the count of a term and the number of labels of its mean."""
         self._recorded.append((name, count, labels))
 
     def end(self, training: bool) -> None:
@@ -183,7 +170,9 @@ class LossTerms:
                     f"loss_weights has the term {name!r}, and {whose}, which has {', '.join(map(str, fields)) or 'no fields'}, "
                     "has no such number; return the terms of the loss in a dict or dataclass"
                 )
-        others = [name for name, value in fields.items() if name not in self.names and name != "loss" and _is_loss(value)]
+        further = {name: each for name, each in fields.items() if name not in self.names and name != "loss"}
+        tensors = {name: each for name, each in further.items() if isinstance(each, torch.Tensor)}
+        others = [name for name, each in tensors.items() if each.numel() == 1 and each.requires_grad]
         if others and self._loss_fn is not None:
             raise BuildError(
                 f"{whose} has the term {others[0]!r}, which has no count in loss_weights; add it there, or detach it"
@@ -205,12 +194,12 @@ class _WeightedLoss(MicroBatchLoss):
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
         """Run a stage; its losses are tracked until the counts are checked."""
-        with self._tracking():
+        with self._mean_tracking():
             return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
         """Return the weighted sum; a term with count 0, which may be NaN, counts as 0."""
-        with self._tracking():
+        with self._mean_tracking():
             found = self._terms.terms_of(output, self._labels, self._means is not None)
         for name, term in found.items() if self._means is not None else ():
             if (labels := self._means.labels_of(term)) is not None:  # type: ignore[union-attr]
@@ -220,7 +209,7 @@ class _WeightedLoss(MicroBatchLoss):
             total = total + (term * self._weights[name] if self._counts[name] else _zero_term(term))
         return total  # type: ignore[no-any-return]
 
-    def _tracking(self) -> AbstractContextManager[Any]:
+    def _mean_tracking(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._means is None else self._means
 
 
@@ -241,10 +230,6 @@ def _call_count(name: str, count: Callable[..., Any], part: Batch) -> Any:
     found = {each.name: part[each.name] for each in taken if each.name in part}
     by_position = [found.pop(each.name) for each in taken if each.kind is each.POSITIONAL_ONLY and each.name in found]
     return count(*by_position, **found)
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:

@@ -37,7 +37,6 @@ def make_dense(tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor in place."""
     make_dense(tensor)
     tensor.copy_(values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -16,36 +17,29 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Chunk(NamedTuple):
-    """One box of a piece.
-
-    Args:
-        local: Offset of the box in the local tensor.
-        offset: Offset of the box in the whole tensor.
-        sizes: Shape of the box.
-    """
+    """One box of a piece; ``local`` is its offset in the local tensor."""
 
     local: tuple[int, ...]
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the local tensor."""
-        return _box(local, self.local, self.sizes)
+        return box_of(local, self.local, self.sizes)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the box as a view of the whole tensor."""
-        return _box(whole, self.offset, self.sizes)
+        return box_of(whole, self.offset, self.sizes)
+
+    def inside(self, offset: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
+        """Return the part in a box of the whole tensor; None if there is none."""
+        starts = tuple(map(max, self.offset, offset))
+        ends = map(min, map(add, self.offset, self.sizes), map(add, offset, sizes))
+        kept = tuple(map(sub, ends, starts))
+        local = tuple(at + low - start for at, low, start in zip(self.local, starts, self.offset, strict=True))
+        return Chunk(local, starts, kept) if all(size > 0 for size in kept) else None
 
 
 class Span(NamedTuple):
-    """Range of a piece's whole tensor that equals a range of another tensor.
-
-    Args:
-        dim: Dimension of both.
-        at: Start in the piece's whole tensor.
-        start: Start in the other tensor.
-        size: Size along the dimension.
-    """
+    """Range from ``at`` on in a piece's whole tensor that equals a range of another tensor from ``start`` on."""
 
     dim: int
     at: int
@@ -110,12 +104,7 @@ class Piece(NamedTuple):
         return self._replace(tensor=self.tensor[start:stop], ranges=(_clip(self.ranges[0], start, stop), *self.ranges[1:]))
 
     def box(self, values: torch.Tensor, offset: Sequence[int]) -> Piece:
-        """Return the piece of a box of the local tensor.
-
-        Args:
-            values: Values of the box.
-            offset: Offset of the box in the local tensor.
-        """
+        """Return the piece of a box of the local tensor."""
         found = zip(self.ranges, offset, values.shape, strict=True)
         return self._replace(tensor=values, ranges=tuple(_clip(each, at, at + size) for each, at, size in found))
 
@@ -123,13 +112,9 @@ class Piece(NamedTuple):
 def piece_of(
     local: torch.Tensor, spec: ShardSpec | None, shape: Sequence[int] | None = None, rows: tuple[int, int] | None = None
 ) -> Piece:
-    """Return the piece of a local tensor.
+    """Return the piece of a local tensor: of a parameter, a buffer, or per-element optimizer state.
 
-    Args:
-        local: A parameter, a buffer, or per-element optimizer state.
-        spec: Shard spec of the tensor; None for a whole one.
-        shape: Shape of this rank's shard, if ``local`` has only some rows of it.
-        rows: Range of these rows.
+    If ``local`` has only the range ``rows`` of this rank's shard, ``shape`` is that of the shard.
     """
     cut = spec if spec is not None and spec.num_shards > 1 else None
     full_shape = tuple(cut.full_shape if cut is not None else local.shape if shape is None else shape)
@@ -187,7 +172,8 @@ def _clip(ranges: Ranges, start: int, stop: int) -> Ranges:
     return tuple(found)
 
 
-def _box(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def box_of(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return the box of this offset and shape as a view of a tensor."""
     for dim, (start, size) in enumerate(zip(at, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor

@@ -22,11 +22,7 @@ _TORCHS_OWN = set(vars(nn.Module()))
 
 
 class _Buffers:
-    """Snapshot of the buffers of modules, without those of submodules.
-
-    Attributes:
-        values: Buffers with copies of their values.
-    """
+    """Snapshot of the buffers of modules, without those of submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [(module._buffers, dict(module._buffers)) for module in modules]
@@ -34,7 +30,6 @@ class _Buffers:
         self.values = [(each, each.detach().clone()) for each in buffers.values()]
 
     def restore(self) -> None:
-        """Restore the buffers."""
         with torch.no_grad():
             for table, entries in self._tables:
                 table.clear()
@@ -120,11 +115,7 @@ def state_rollback(modules: Iterable[nn.Module]) -> Iterator[StateSnapshot]:
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return a module's own attributes, each with a copy of its content if it is a container."""
     own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
-    return {name: (value, _content(value)) for name, value in own.items()}
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set, deque) else None
+    return {name: (value, value.copy() if type(value) in (list, dict, set, deque) else None) for name, value in own.items()}
 
 
 def _restore(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,13 +26,10 @@ class OptimizerConstruction:
 
     Args:
         given: A factory, or an optimizer.
-        layout: Layout of the rank's parameters.
-        module: This rank's stages.
         trainable: Parameters for the factory; empty without trainable parameters, or on a rank that has its optimizer.
         is_adopted: True if the given optimizer already has this rank's parameters.
 
     Attributes:
-        optimizer: The optimizer; None without trainable parameters.
         rate: Learning-rate schedule of the optimizer, or None.
     """
 
@@ -69,9 +67,8 @@ class OptimizerConstruction:
     def finish(self, rate: Any, fits: Callable[[torch.optim.Optimizer], None] | None = None) -> None:
         """Make the optimizer of whole tensors if needed, and the learning-rate schedule, with no message to other ranks.
 
-        Args:
-            rate: A learning-rate schedule, a factory of one, or None.
-            fits: Called with the optimizer before the schedule is made; adapts it, or raises if the engine cannot step it.
+        ``fits`` is called with the optimizer before the schedule is made; it adapts it, or raises if the engine cannot step
+        it.
         """
         if self.optimizer is None:
             return
@@ -96,12 +93,6 @@ def make_on_all_ranks(
 ) -> tuple[torch.optim.Optimizer | None, Any]:
     """Return this rank's optimizer and its learning-rate schedule; None for each option that is not set. Collective.
 
-    Args:
-        options: Options of the engine.
-        layout: Layout of the rank's parameters.
-        mine: This rank's stages.
-        fits: Called with the optimizer before the schedule is made; adapts it, or raises if the engine cannot step it.
-
     Raises:
         BuildError: on every rank, if one fails; a given optimizer is then unchanged on all ranks.
     """
@@ -115,30 +106,26 @@ def make_on_all_ranks(
         if isinstance(making.rate, ReduceLROnPlateau):
             raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
 
-    before = _GroupSnapshot(options.optimizer) if isinstance(options.optimizer, torch.optim.Optimizer) else None
-    try:
+    given = options.optimizer
+    with _restore_groups_on_error(given) if isinstance(given, torch.optim.Optimizer) else nullcontext():
         run_on_all_ranks(making.begin, layout.program)
         making.step_whole()
         run_on_all_ranks(finish, layout.program)
         making.discard_unstepped()
-    except Exception:
-        if before is not None:
-            before.restore()
-        raise
     return making.optimizer, making.rate
 
 
-class _GroupSnapshot:
-    """Snapshot of the parameter groups of an optimizer and its nested optimizers."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
-        self._groups = [(group, dict(group)) for group in groups_in(optimizer)]
-
-    def restore(self) -> None:
-        """Restore the groups."""
-        for groups, before in self._lists:
+@contextmanager
+def _restore_groups_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the parameter groups of an optimizer and its nested optimizers after an error."""
+    lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
+    options = [(group, dict(group)) for group in groups_in(optimizer)]
+    try:
+        yield
+    except Exception:
+        for groups, before in lists:
             groups[:] = before
-        for group, options in self._groups:
+        for group, own in options:
             group.clear()
-            group.update(options)
+            group.update(own)
+        raise

@@ -41,19 +41,13 @@ class NamedOptimizer(NamedTuple):
         """Return this rank's local tensor of a parameter."""
         return self.parts.get(name, self.known[name])
 
-    def taken(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return the state of a parameter for ``load_state_dict``.
-
-        Args:
-            name: Name of the parameter.
-            elements: Per-element state of its ``local`` tensor.
-            rest: Other state.
-        """
+    def loadable_state(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the state of a parameter for ``load_state_dict``: per-element state of its ``local`` tensor, and the rest."""
         if name not in self.parts:
             return {**elements, **rest}
-        from .dtensors.optimizer_state import loaded  # noqa: PLC0415  torch.distributed.tensor takes a second
+        from .dtensors.optimizer_state import step_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
-        return loaded(self.known[name], elements, rest)
+        return step_state(self.known[name], elements, rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's own state and groups; a composite's ``state_dict`` may be of its nested optimizers."""
@@ -63,7 +57,6 @@ class NamedOptimizer(NamedTuple):
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
         if {"state", "param_groups"} <= self.optimizer.state_dict().keys():
             self.optimizer.load_state_dict(state)
         else:
@@ -71,19 +64,14 @@ class NamedOptimizer(NamedTuple):
 
 
 def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
-    """Return the rank's optimizer and its nested optimizers with their own state, by path.
-
-    Args:
-        parameters: This rank's parameters by first original name.
-        optimizer: This rank's optimizer, or None.
-    """
+    """Return the rank's optimizer and its nested optimizers with their own state, by path."""
     if optimizer is None:
         return {}
     known, elsewhere, parts = parameters, frozenset[str](), Tensors()
     if isinstance(optimizer, WholeTensorOptimizer):
-        stand_ins, sources = optimizer.stepped(), optimizer.sources()
+        stand_ins, sources = optimizer.named_stand_ins(), optimizer.sources()
         known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
-        owned = optimizer.owned()
+        owned = optimizer.owned_ids()
         elsewhere = frozenset(name for name, each in stand_ins.items() if id(each) not in owned)
         parts = dict(optimizer.parts())
         optimizer = optimizer.inner

@@ -18,13 +18,7 @@ from .introspection.parameter_tables import has_state, replace_parameters
 
 
 def make_optimizer(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """Make this rank's optimizer.
-
-    Args:
-        given: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
-        trainable: Parameters for the factory.
-        model: The whole model.
-        mine: This rank's stages.
+    """Make this rank's optimizer by a factory, or of an optimizer of the unmodified model's parameters.
 
     Raises:
         BuildError: it is no optimizer, it is LBFGS, or it has parameters of other ranks; a given optimizer is then unchanged.
@@ -59,12 +53,7 @@ def _add_hook_tables(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """Replace the unmodified model's parameters in an optimizer by this rank's parameters.
-
-    Args:
-        optimizer: The optimizer; it is changed in place, so that references to it stay valid.
-        model: The whole model.
-        mine: This rank's stages.
+    """Replace the unmodified model's parameters in an optimizer by this rank's, in place, so that references stay valid.
 
     Raises:
         BuildError: the optimizer has stepped, or has parameters of another model; it is then unchanged.

@@ -22,10 +22,6 @@ from .whole_tensors.whole_tensor import local_of
 def check_kind(saved: bool, optimizer: Any) -> None:
     """Refuse to load a checkpoint without whole-tensor state into an optimizer that steps whole tensors.
 
-    Args:
-        saved: True if the checkpoint has states of whole tensors.
-        optimizer: Optimizer of the rank.
-
     Raises:
         BuildError: the optimizer would lose its state.
     """
@@ -46,16 +42,13 @@ def facts_of(optimizer: Any, rate: Any) -> dict[str, Any]:
 
 
 def file_of(place: int) -> str:
-    """Return the name of the file of a rank."""
     return f"whole-{place}.pt"
 
 
-def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
+def pack_state(optimizer: Any, parameters: Tensors) -> bytes | None:
     """Return the bytes that this rank writes; None if its optimizer does not step whole tensors.
 
-    Args:
-        optimizer: Optimizer of the rank.
-        parameters: The rank's parameters by first original name, as the optimizer steps unsharded ones.
+    The parameters are by first original name, as the optimizer steps unsharded ones.
 
     Raises:
         BuildError: a state has objects that are no plain data.
@@ -68,7 +61,6 @@ def packed(optimizer: Any, parameters: Tensors) -> bytes | None:
 
 
 def read(folder: Path, places: int) -> list[dict[str, Any]]:
-    """Read the files of all ranks."""
     return [torch.load(folder / file_of(place), map_location="cpu", weights_only=True) for place in range(places)]
 
 

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Program, all_reduce, is_sharded, parameter_facts, shard_spec
+from slapo_core import BuildError, Program, is_sharded, parameter_facts, shard_spec
 
-from ..distributed.ranks import stage_group
+from ..distributed.ranks import all_reduce, stage_group
 from ..distributed.synchronized_rng import synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of
@@ -26,11 +26,8 @@ from .introspection.parameter_tables import has_state, replace_parameters
 from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.owner_exchange import LocalBox
-from .whole_tensors.stand_ins import StandIns
+from .whole_tensors.stand_ins import OwnerStandIns, StandIns
 from .whole_tensors.whole_tensor import WholeTensor, is_fused, whole_tensors_of
-
-if TYPE_CHECKING:
-    from .dtensors.stand_ins import DTensorStandIns
 
 Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
@@ -48,13 +45,10 @@ class ParameterLayout:
     """Layout of the trained parameters on a rank.
 
     Args:
-        program: The program.
         named: This rank's parameters by first original name, in the model's order.
-        piece: Returns the piece of the whole tensor that a parameter is.
         group: Returns the group of ranks that together hold the whole tensor; None if this rank holds it alone.
         dtype: Dtype of the values that the optimizer steps; None for the parameters' dtypes.
         is_flat: True if the engine shards flattened parameters over replicas.
-        blocks: Blocks of fused parameters that are stepped one by one, by name.
         refusal: The reason why the engine cannot step whole tensors, and a remedy; empty if it can.
     """
 
@@ -73,12 +67,7 @@ class ParameterLayout:
     ) -> ParameterLayout:
         """Return the layout of an engine that keeps tensor-parallel shards, or flattens them for its optimizer.
 
-        Args:
-            program: The program.
-            module: This rank's stages.
-            dtype: Dtype of the values that the optimizer steps.
-            is_flat: True if the engine shards flattened parameters over replicas.
-            refusal: The reason why the engine cannot step whole tensors, and a remedy.
+        The arguments are those of ``ParameterLayout``.
         """
         named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
 
@@ -113,14 +102,13 @@ class ParameterLayout:
         shapes = {name: self.piece(parameter).full_shape for name, parameter in self.named.items()}
         return replace(self, blocks=blocks_of(given, shapes))
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters by name."""
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
     def has_parts(self) -> bool:
         """True if some trainable parameter differs from the whole tensor of the unmodified model."""
-        return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
+        return any(self.is_part(name, parameter) for name, parameter in self.trained_parameters().items())
 
 
 def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDependence | None:
@@ -132,14 +120,6 @@ def probe_optimizer(optimizer: Optimizer, layout: ParameterLayout) -> UpdateDepe
 
 class WholeTensorConstruction:
     """Makes an optimizer of whole tensors from an optimizer of the rank's parameters. Collective.
-
-    Args:
-        optimizer: Optimizer of the rank's parameters, or None.
-        finding: Result of the optimizer's probe.
-        layout: Layout of the rank's parameters.
-
-    Attributes:
-        is_needed: True if some rank's optimizer needs whole tensors.
 
     Raises:
         BuildError: on every rank: the optimizer cannot be right on this layout.
@@ -161,12 +141,12 @@ class WholeTensorConstruction:
         self._check(optimizer, coupled and not self._draws, communicates)
         self._everywhere = joins
         self._optimizer, self._steps_shards = optimizer, dict[tuple[int, ...], bool]()
-        self._stand_ins: list[StandIns | DTensorStandIns] = []
+        self._stand_ins: list[StandIns] = []
         self._is_made = False
         self._by_source: dict[int, list[nn.Parameter]] = {}
         self._sources: dict[int, nn.Parameter] = {}
         if self.is_needed and optimizer is not None:
-            self._make(layout.trained())
+            self._make(layout.trained_parameters())
 
     def _check(self, optimizer: Optimizer | None, coupled: bool, communicates: bool) -> None:
         kind = "the optimizer" if optimizer is None else type(optimizer).__name__
@@ -194,7 +174,7 @@ class WholeTensorConstruction:
             for made in self._stand_ins_of(wholes, group):
                 self._add(made)
 
-    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns | DTensorStandIns]:
+    def _stand_ins_of(self, wholes: Sequence[WholeTensor], group: Group) -> Iterator[StandIns]:
         """Make stand-ins of a process group's parameters, DTensors if the optimizer steps these right. Collective."""
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
@@ -204,7 +184,7 @@ class WholeTensorConstruction:
             assert group is not None
             yield DTensorStandIns(parts, [dim for dim in dims if dim is not None], group)
         if others := [whole for whole, dim in zip(wholes, dims, strict=True) if dim is None]:
-            yield StandIns(others, group, self._everywhere)
+            yield OwnerStandIns(others, group, self._everywhere)
 
     def _even_dims(self, wholes: Sequence[WholeTensor], group: Group) -> list[int | None]:
         """Return the sharded dimension of each parameter that is stepped as a DTensor, None for others. Collective."""
@@ -229,7 +209,7 @@ class WholeTensorConstruction:
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
-    def _add(self, made: StandIns | DTensorStandIns) -> None:
+    def _add(self, made: StandIns) -> None:
         made.bind(*local_boxes(made.wholes, self._layout))
         made.make()
         self._stand_ins.append(made)
@@ -237,20 +217,14 @@ class WholeTensorConstruction:
             self._by_source.setdefault(id(whole.source), []).append(parameter)
             self._sources[id(parameter)] = whole.source
 
-    def stepped(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def step_tensors(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensors that the optimizer steps in the places of the rank's parameters."""
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
-        """Return the optimizer of whole tensors, with no message to other ranks.
-
-        Args:
-            optimizer: Optimizer of the rank's parameters.
-            make: Factory of the optimizer; None for a given optimizer.
-            trainable: Parameters for the factory.
-        """
+        """Return the optimizer of whole tensors, made by ``make`` or given, with no message to other ranks."""
         try:
-            inner = optimizer if make is None else make(self.stepped(trainable))
+            inner = optimizer if make is None else make(self.step_tensors(trainable))
             if inner is optimizer and has_state(inner):
                 raise BuildError(
                     "the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ..."
@@ -258,13 +232,12 @@ class WholeTensorConstruction:
             # a given optimizer, and a factory that reads parameters elsewhere, have the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
             randomness = (lambda: synchronized_rng_of_stage(self._layout.program)) if self._draws else nullcontext
-            return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
+            return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._add_stand_ins, randomness)
         finally:
             for each in self._stand_ins:
                 each.release()
 
     def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
-        """Discard whole tensors that the optimizer does not step. Collective."""
         known = {id(parameter) for parameter in referenced_parameters(optimizer.inner)}
         for each in self._stand_ins:
             if each.drop_unused(known) and each.wholes:
@@ -273,14 +246,14 @@ class WholeTensorConstruction:
         self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
         optimizer.stand_ins[:] = self._stand_ins
 
-    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns | DTensorStandIns]]:
+    def _add_stand_ins(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], Sequence[StandIns]]:
         """Make stand-ins of parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
         before = len(self._stand_ins)
         self._make(named)
         made = self._stand_ins[before:]
-        return self.stepped(added), made
+        return self.step_tensors(added), made
 
 
 def local_boxes(

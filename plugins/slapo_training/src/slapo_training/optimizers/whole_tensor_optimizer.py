@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,7 @@ from .introspection.group_options import GroupOptions
 from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
 from .whole_tensors.stand_ins import StandIns
 
-if TYPE_CHECKING:
-    from .dtensors.stand_ins import DTensorStandIns
-
-Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | DTensorStandIns"]]]
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence[StandIns]]]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -30,10 +27,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         stand_ins: Stand-ins of each process group.
         sources: The rank's parameter of each stand-in, by the stand-in's id.
         extend: Makes stand-ins of parameters that are added later.
-        randomness: Makes the context of a step that uses random numbers.
 
     Attributes:
-        inner: The inner optimizer.
         stand_ins: Stand-ins of each process group, including those of parameters that were added later.
         flats: Flat tensors by which an engine replaced the parameters; their indices are the labels of stand-ins.
     """
@@ -41,13 +36,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        stand_ins: Sequence[StandIns | DTensorStandIns],
+        stand_ins: Sequence[StandIns],
         sources: Mapping[int, nn.Parameter],
         extend: Extension,
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self.stand_ins: list[StandIns | DTensorStandIns] = list(stand_ins)
+        self.stand_ins: list[StandIns] = list(stand_ins)
         self._sources, self._extend, self._randomness = dict(sources), extend, randomness
         self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
@@ -65,7 +60,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def stepped(self) -> dict[str, nn.Parameter]:
+    def named_stand_ins(self) -> dict[str, nn.Parameter]:
         """Return the stand-ins by the names of the whole tensors."""
         return {
             whole.name: parameter
@@ -81,9 +76,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Return this rank's parameters that are stepped in place as DTensors, by the names of the whole tensors."""
         return {whole.name: whole.source for each in self.stand_ins if each.is_in_place for whole in each.wholes}
 
-    def owned(self, labels: Container[int] | None = None) -> set[int]:
+    def owned_ids(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins with these labels that this rank steps; None for all labels."""
-        return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
+        return {id(parameter) for each in self.stand_ins for parameter in each.owned_parameters(labels)}
 
     @property
     def steps_together(self) -> bool:
@@ -149,7 +144,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return super().state_dict() if self._is_hidden else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``."""
         if self._is_hidden:
             numbers = [id(group) for group in self._options.outer]
             kept = [numbers.index(id(group)) for group in self.param_groups]
@@ -162,7 +156,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.take_inner()
 
     def take_options(self) -> None:
-        """Copy the options of ``inner``'s groups to the groups."""
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:
@@ -178,7 +171,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
         """Hide the stand-ins that other ranks own; some optimizers also step parameters without a gradient."""
-        owned = self.owned(labels)
+        owned = self.owned_ids(labels)
         others = {id(each) for own in self.stand_ins for each in own.parameters} - owned
         if not others:
             yield

@@ -22,19 +22,14 @@ _known = dict(CHECKS)
 
 
 def register_checks(checks: Mapping[str, str]) -> None:
-    """Make the checks of a plugin known by name.
-
-    Args:
-        checks: Each name with a clause on the faults that nobody sees without the check.
-    """
+    """Make the checks of a plugin known by name, each with a clause on the faults that nobody sees without it."""
     _known.update(checks)
 
 
 def disabled_checks(check: Any = True) -> tuple[str, ...]:
     """Return the names of the checks that ``check=`` or the environment variable disables.
 
-    Args:
-        check: The option of ``build``: False switches off all checks, ``{"rows": False}`` one of them.
+    False switches off all checks, ``{"rows": False}`` one of them.
 
     Raises:
         BuildError: an unknown name, or ``check`` is of another type.

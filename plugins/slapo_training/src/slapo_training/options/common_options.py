@@ -117,21 +117,18 @@ class CommonOptions:
     def rank_invariants(self) -> list[str]:
         """Return the options that must be equal on all ranks, beside those that ``build`` compares."""
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
+        weights = self.loss_weights if isinstance(self.loss_weights, Mapping) else {"the loss": self.loss_weights}
+        counts = {name: count if isinstance(count, str) or count is None else "a function" for name, count in weights.items()}
         return [
             f"ignore_index={self.ignored_label}",
             f"loss={'a function' if callable(self.loss) else repr(self.loss)}",
-            f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
+            f"loss_over={self.loss_over!r} and loss_weights= of {counts}",
             f"gradient_hooks={self.gradient_hooks!r}",
             f"batch_dims of {sorted(self.batch_dims or {})}",
             f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
             *([f"optimizer_blocks={dict(self.optimizer_blocks)}"] if self.optimizer_blocks else []),
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
-
-    def _named_weights(self) -> Any:
-        given = self.loss_weights
-        named = given if isinstance(given, Mapping) else {"the loss": given}
-        return {name: count if isinstance(count, str) or count is None else "a function" for name, count in named.items()}
 
     @cached_property
     def batch_rows(self) -> BatchRows:
@@ -236,7 +233,6 @@ class CommonOptions:
 
 
 def is_lr_scheduler(value: Any) -> bool:
-    """Return True if a value is a learning-rate schedule."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 

@@ -23,7 +23,6 @@ class EngineOptions(CommonOptions):
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a batch."""
         return self.microbatches
 
     @property
@@ -38,5 +37,4 @@ class EngineOptions(CommonOptions):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of floating-point weights."""
         return DTYPES[self.settled_precision]

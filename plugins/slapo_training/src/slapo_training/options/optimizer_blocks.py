@@ -10,12 +10,7 @@ from slapo_core import BuildError
 
 
 class OptimizerBlocks(NamedTuple):
-    """Blocks of a fused parameter.
-
-    Args:
-        dim: Dimension along which the blocks are concatenated.
-        sizes: Sizes of the blocks along the dimension.
-    """
+    """Blocks of a fused parameter, of these sizes along the dimension in which they are concatenated."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -44,11 +39,7 @@ def check_blocks(given: Any) -> None:
 def blocks_of(
     given: Mapping[str, tuple[int, int | Sequence[int]]] | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, OptimizerBlocks]:
-    """Return the blocks of each parameter that the option names.
-
-    Args:
-        given: Dimension and number of equal blocks, or their sizes, by globs of names.
-        shapes: Shapes of the whole parameters, by name.
+    """Return the blocks of each parameter that the option names by globs, given the shapes of the whole parameters.
 
     Raises:
         BuildError: a parameter cannot be split into these blocks.

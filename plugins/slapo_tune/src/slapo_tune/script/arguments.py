@@ -18,7 +18,7 @@ class ScriptArguments(Mapping[str, Any]):
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._values = {_key(name): value for name, value in _named(arguments)}
+        self._values = {_key(name): value for name, value in _parse_flags(arguments)}
 
     def __getitem__(self, name: str) -> Any:
         return self._values[_key(name)]
@@ -37,7 +37,7 @@ def _key(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _named(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _parse_flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     flag = ""
     for argument in arguments:
         if _is_flag(argument):

@@ -26,7 +26,6 @@ class Configuration:
     """The functions of a configuration file.
 
     Args:
-        path: The file.
         get_bs_range: Takes the script's arguments; returns the smallest batch size, the largest, and the step between them.
         update_space: Takes the script's arguments and the space, in which it creates symbols.
     """
@@ -56,9 +55,7 @@ class Configuration:
     def initial_space(self, args: ScriptArguments, takes_ratio: bool) -> Space:
         """Return the space before the first call of ``update_space``.
 
-        Args:
-            args: Arguments of the script.
-            takes_ratio: Whether the script's arguments have a place for ``ckpt_ratio``.
+        ``takes_ratio`` says whether the script's arguments have a place for ``ckpt_ratio``.
         """
         space = Space()
         if self.get_bs_range is not None:
@@ -82,7 +79,7 @@ class Configuration:
                 (
                     frame.lineno or 0
                     for frame in traceback.extract_tb(err.__traceback__)
-                    if _is_same_file(frame.filename, self.path)
+                    if Path(frame.filename).resolve() == Path(self.path).resolve()
                 ),
                 default=0,
             )
@@ -120,7 +117,3 @@ def _module(path: str) -> ModuleType:
     finally:
         sys.path.pop(0)
     return module
-
-
-def _is_same_file(first: str, second: str) -> bool:
-    return Path(first).resolve() == Path(second).resolve()

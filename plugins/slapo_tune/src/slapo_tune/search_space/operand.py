@@ -49,7 +49,7 @@ class Operand(ABC):
         return lambda self, other: function(self.value, unwrap(other))
 
     @staticmethod
-    def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Operand, Any], Any]:
+    def _reflect(function: Callable[[Any, Any], Any]) -> Callable[[Operand, Any], Any]:
         return lambda self, other: function(unwrap(other), self.value)
 
     __lt__ = _binary(operator.lt)
@@ -63,13 +63,13 @@ class Operand(ABC):
     __floordiv__ = _binary(operator.floordiv)
     __mod__ = _binary(operator.mod)
     __pow__ = _binary(operator.pow)
-    __radd__ = _reflected(operator.add)
-    __rsub__ = _reflected(operator.sub)
-    __rmul__ = _reflected(operator.mul)
-    __rtruediv__ = _reflected(operator.truediv)
-    __rfloordiv__ = _reflected(operator.floordiv)
-    __rmod__ = _reflected(operator.mod)
-    __rpow__ = _reflected(operator.pow)
+    __radd__ = _reflect(operator.add)
+    __rsub__ = _reflect(operator.sub)
+    __rmul__ = _reflect(operator.mul)
+    __rtruediv__ = _reflect(operator.truediv)
+    __rfloordiv__ = _reflect(operator.floordiv)
+    __rmod__ = _reflect(operator.mod)
+    __rpow__ = _reflect(operator.pow)
     __neg__ = _unary(operator.neg)
     __pos__ = _unary(operator.pos)
     __abs__ = _unary(operator.abs)

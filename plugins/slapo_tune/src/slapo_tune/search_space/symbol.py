@@ -86,7 +86,6 @@ class Symbol(Operand):
         return self._index is not None
 
     def open(self) -> None:
-        """Take the choice of a value back."""
         self._index = None
 
     def clone(self) -> Symbol:

@@ -26,8 +26,6 @@ class Traversal:
 
     Args:
         space: Where to start; it is left as it is.
-        args: Arguments of the training script, handed on.
-        update: ``update_space`` of the configuration file.
     """
 
     def __init__(self, space: Space, args: Mapping[str, Any], update: UpdateSpace) -> None:
@@ -40,10 +38,10 @@ class Traversal:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._skipping = False
-        yield from self._below(self._space.clone())
+        yield from self._configurations(self._space.clone())
 
-    def _below(self, base: Space) -> Iterator[dict[str, Any]]:
-        space = self._updated(base)
+    def _configurations(self, base: Space) -> Iterator[dict[str, Any]]:
+        space = self._update_space(base)
         if len(space.fixed_values()) > MAX_SYMBOLS:
             raise TuneError(f"update_space: it has made {MAX_SYMBOLS} symbols and makes more; make the same in every call")
         if (symbol := space.next()) is None:
@@ -53,12 +51,12 @@ class Traversal:
             where = space.cfg_dict_to_str(space.fixed_values())
             raise TuneError(f"symbol({symbol.name!r}): it has no candidates where {where} is fixed; give it at least one")
         for index in range(len(symbol.vals)):
-            yield from self._below(base.clone_with(symbol, index))
+            yield from self._configurations(base.clone_with(symbol, index))
             if self._skipping:
                 self._skipping = False
                 return
 
-    def _updated(self, base: Space) -> Space:
+    def _update_space(self, base: Space) -> Space:
         space = base.clone()
         try:
             returned = self._update(self._args, space)

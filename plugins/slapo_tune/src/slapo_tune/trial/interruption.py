@@ -37,7 +37,7 @@ class Interruption:
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def defer_signals(self) -> Iterator[None]:
         """Only note signals in a block, which looks at ``number`` itself."""
         before, self._deferred = self._deferred, True
         try:

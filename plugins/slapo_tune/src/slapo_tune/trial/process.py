@@ -33,7 +33,6 @@ class TrialOutput:
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.
-        seconds: Duration in seconds.
         exit_code: Exit code of its first process; None if the tuner killed it.
         timed_out: Whether it was killed at the time limit.
     """
@@ -53,20 +52,15 @@ class TrialOutput:
 def run_trial(
     command: Sequence[str], values: Mapping[str, Any], timeout: float | None, interruption: Interruption
 ) -> TrialOutput | None:
-    """Run a command in a session of its own, and end every process that it started.
+    """Run a command in a session of its own, end every process that it started, and return the output.
 
-    Args:
-        command: Program and arguments.
-        values: Values of the symbols, for the environment.
-        timeout: Seconds after which the trial is killed; None for no limit.
-        interruption: Ends the trial, too.
+    After an interruption that is None.
 
-    Returns:
-        The output, or None after an interruption.
+    The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)
-    with interruption.deferred(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _watched(mark):
+    with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -90,7 +84,7 @@ def _wait(process: subprocess.Popen[bytes], start: float, timeout: float | None,
 
 
 @contextmanager
-def _watched(mark: str) -> Iterator[None]:
+def _run_watcher(mark: str) -> Iterator[None]:
     """Start a watcher process that kills the trial's processes if this process is killed."""
     command = [sys.executable, "-I", "-S", process_cleanup.__file__, f"{MARK}={mark}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:

@@ -25,7 +25,7 @@ START_SECONDS = 0.2
 def kill_trial_processes(mark: str) -> list[int]:
     """Kill all processes with ``VARIABLE=value`` in their environment, in any session, and return those that do not end."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (found := [*_marked(mark)]) and time.monotonic() < deadline:
+    while (found := [*_processes_with_mark(mark)]) and time.monotonic() < deadline:
         for pid in found:  # repeated, as a process may have started another
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -33,7 +33,7 @@ def kill_trial_processes(mark: str) -> list[int]:
     return found
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _processes_with_mark(mark: str) -> Iterator[int]:
     """Iterate over the processes with the mark, by Linux's table of processes; elsewhere there are none."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -25,7 +25,7 @@ def _result(line: str) -> dict[str, Any] | None:
     if not (text.startswith("{") and text.endswith("}")):
         return None
     try:
-        found = json.loads(text, parse_float=_finite, parse_constant=str)
+        found = json.loads(text, parse_float=_finite_float, parse_constant=str)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or (key := next((key for key in KEYS if key in found), None)) is None:
@@ -33,7 +33,7 @@ def _result(line: str) -> dict[str, Any] | None:
     return {**found, "throughput": found[key]}
 
 
-def _finite(text: str) -> float | str:
+def _finite_float(text: str) -> float | str:
     return number if math.isfinite(number := float(text)) else text
 
 
@@ -41,11 +41,7 @@ def logged_result(lines: Sequence[str], values: Mapping[str, Any]) -> dict[str, 
     """Return the throughput by the log parser of the first dialect that finds one in these lines, or None.
 
     The first logged step is left out where there are several, as it includes what is done once. The median of the others
-    counts.
-
-    Args:
-        lines: Of the script's output and errors.
-        values: Values of the symbols; ``batch_size`` counts where a log has seconds alone.
+    counts. ``batch_size`` of the symbols' values counts where a log has seconds alone.
     """
     for target, dialect in default_registry().load_all("dialect").items():
         parser: Any = dialect.classes.get("log_parser")

@@ -4,7 +4,17 @@ This sub-package may import ``model_setup`` and ``ranks``; the testing kit build
 """
 
 from .equivalence import Run, Tolerance, assert_equivalent, differences, run_model, weighted_sum
-from .staged_model import Staged, as_built
+from .staged_model import StagedModel, as_built
 from .tensor_leaves import dense
 
-__all__ = ["Run", "Staged", "Tolerance", "as_built", "assert_equivalent", "dense", "differences", "run_model", "weighted_sum"]
+__all__ = [
+    "Run",
+    "StagedModel",
+    "Tolerance",
+    "as_built",
+    "assert_equivalent",
+    "dense",
+    "differences",
+    "run_model",
+    "weighted_sum",
+]

@@ -13,7 +13,7 @@ from torch import nn
 from slapo_core import parameter_facts, rng_state, set_rng_state
 from slapo_training.distributed import over_group
 
-from .tensor_leaves import Leaves, Unopened, copied, dense, leaves_of
+from .tensor_leaves import Leaves, OpaqueObject, copy_leaves, dense, leaves_of
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,10 @@ def assert_equivalent(
 def run_model(
     model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor | None] | None = None
 ) -> Run:
-    """Run a model forward and backward on copies of the inputs, and restore its ``.grad``. Collective if the model is
-    sharded.
-    """
+    """Run a model forward and backward on copies of the inputs, and restore ``.grad``. Collective if it is sharded."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     copies: Leaves = []
-    args, keywords = copied(inputs, "", copies), copied(kwargs, "", copies)
+    args, keywords = copy_leaves(inputs, "", copies), copy_leaves(kwargs, "", copies)
     try:
         for parameter in kept:
             parameter.grad = None
@@ -215,14 +213,16 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield the differences of two runs, in the order of ``assert_equivalent``."""
-    yield from _of_leaves("output", expected.outputs, actual.outputs, tolerance)
+    yield from _leaf_differences("output", expected.outputs, actual.outputs, tolerance)
     yield from difference("loss", expected.loss, actual.loss, tolerance)
-    yield from _of_leaves("what the forward left of input", expected.inputs, actual.inputs, tolerance)
-    yield from _of_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
-    yield from of_named("gradient", expected.param_grads, actual.param_grads, tolerance)
+    yield from _leaf_differences("what the forward left of input", expected.inputs, actual.inputs, tolerance)
+    yield from _leaf_differences("gradient of input", expected.input_grads, actual.input_grads, tolerance)
+    yield from named_differences("gradient", expected.param_grads, actual.param_grads, tolerance)
 
 
-def of_named(what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+def named_differences(
+    what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], tolerance: Tolerance
+) -> Iterator[Difference]:
     """Yield the differences of tensors under their names."""
     missing = [name for name in expected if name not in actual]
     if missing:
@@ -238,10 +238,10 @@ def difference(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> I
     if _kind(expected) != _kind(actual):
         yield Difference(what, f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
     else:
-        yield from _of_values(what, expected, actual, tolerance)
+        yield from _value_differences(what, expected, actual, tolerance)
 
 
-def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> Iterator[Difference]:
+def _leaf_differences(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield the differences of leaves: structure, shapes and dtypes of all before any value."""
     before, after = [path for path, _ in expected], [path for path, _ in actual]
     if before != after:
@@ -257,18 +257,18 @@ def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)} on {value.device.type}"
-    if isinstance(value, Unopened):
+    if isinstance(value, OpaqueObject):
         return f"a {value.kind.__qualname__}"
     if isinstance(value, type):
         return f"a {value.__qualname__}"
     return "nothing" if value is None else f"a {type(value).__qualname__}"
 
 
-def _of_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
+def _value_differences(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
     if isinstance(expected, float):
         expected, actual = torch.tensor(expected), torch.tensor(actual)
     if isinstance(expected, torch.Tensor):
-        yield from _of_tensors(what, expected, actual, tolerance)
+        yield from _tensor_differences(what, expected, actual, tolerance)
     elif expected != actual:
         yield Difference(what, f"{what}: expected {expected!r}, found {actual!r}")
 
@@ -287,7 +287,7 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
-def _of_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> Iterator[Difference]:
+def _tensor_differences(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> Iterator[Difference]:
     expected, actual = comparable(expected), comparable(actual)
     for label, tensor in (("before", expected), ("after", actual)):
         if count := int(torch.isnan(tensor).sum()):

@@ -18,8 +18,18 @@ from ..model_setup.fused_parameters import added_parameters
 from ..model_setup.model_rollback import model_rollback
 from ..model_setup.replica_batch_norm import local_batch_statistics
 from ..ranks.failure_propagation import SINGLE_RANK, Ranks
-from .equivalence import Difference, Run, Tolerance, comparable, difference, differences, of_named, run_model, weighted_sum
-from .parameter_values import EXACT, Expected, Named, Values, local_part, values_of
+from .equivalence import (
+    Difference,
+    Run,
+    Tolerance,
+    comparable,
+    difference,
+    differences,
+    named_differences,
+    run_model,
+    weighted_sum,
+)
+from .parameter_values import EXACT, ExpectedValues, Named, Values, local_part, values_of
 from .tensor_leaves import dense
 
 Loss = Callable[[Any], torch.Tensor | None]
@@ -103,10 +113,10 @@ def compute(
     gradients where the model's are close.
     """
 
-    def known(values: Named | None, tolerance: Tolerance) -> Expected | None:
-        return None if values is None else Expected(values, tolerance, ranks)
+    def expected_values(values: Named | None, tolerance: Tolerance) -> ExpectedValues | None:
+        return None if values is None else ExpectedValues(values, tolerance, ranks)
 
-    def ran() -> Run:
+    def run_checked() -> Run:
         found = run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss)
         check_unwritten()
         return found
@@ -118,21 +128,28 @@ def compute(
     ):
         state = rng_state()
         kept = _GradientRecorder(model)
-        loss = _checked(task.loss or _default_loss)
+        loss = _checked_loss(task.loss or _default_loss)
         with running:
-            run = ranks.run_on_all(ran)
+            run = ranks.run_on_all(run_checked)
         draws, left = not same_random_state(state, rng_state()), _buffers(model) if task.training else {}
-        found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, EXACT))]
-        before = known(expected.run.param_grads if expected else None, task.tolerance)
+        found = [
+            values_of(model, "weight", torch.Tensor.detach, expected_values(expected.weights if expected else None, EXACT))
+        ]
+        before = expected_values(expected.run.param_grads if expected else None, task.tolerance)
         if task.level != "outputs":
             found.append(values_of(model, "gradient", lambda one: kept.gradients.get(cast(nn.Parameter, one)), before))
             run = replace(run, param_grads=found[-1].whole)
         if task.level == "step":
-            gradients = {**kept.gradients, **_reference_gradients(found[-1])}
-            found.append(_updates(model, task, gradients, known(expected.updates if expected else None, task.tolerance)))
-        near = max((each.largest for each in found if each.largest), key=lambda each: each.absolute or 0.0, default=None)
+            # the expected gradients where these are close: an optimizer that divides by their size amplifies the error
+            near = {each: local_part(whole, each).clone() for each, whole in found[-1].near.items() if whole is not None}
+            gradients = {**kept.gradients, **near}
+            found.append(
+                _updates(model, task, gradients, expected_values(expected.updates if expected else None, task.tolerance))
+            )
+        errors = (each.largest for each in found if each.largest)
+        most = max(errors, key=lambda each: each.absolute or 0.0, default=None)
         updates = found[2].whole if task.level == "step" else {}
-        return ModelResults(found[0].whole, run, updates, draws, near, left, added_parameters(model))
+        return ModelResults(found[0].whole, run, updates, draws, most, left, added_parameters(model))
 
 
 @contextmanager
@@ -151,7 +168,7 @@ def autocast() -> list[str]:
     return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
-def _checked(loss: Loss) -> Loss:
+def _checked_loss(loss: Loss) -> Loss:
     def call(outputs: Any) -> torch.Tensor | None:
         value = loss(outputs)
         if value is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -162,28 +179,21 @@ def _checked(loss: Loss) -> Loss:
     return call
 
 
-def _reference_gradients(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
-    """Return the expected gradients of parameters whose own are close. An optimizer that divides by their size amplifies the
-    error.
-    """
-    return {each: local_part(whole, each).clone() for each, whole in gradients.near.items() if whole is not None}
-
-
 def compare(expected: ModelResults, actual: ModelResults, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield the differences, weights first, then outputs."""
     run, now, gone = expected.run, actual.run, missing_parameters(expected, actual)
 
-    def shown(before: Named, after: Named) -> dict[str, torch.Tensor | None]:
+    def remaining_values(before: Named, after: Named) -> dict[str, torch.Tensor | None]:
         """All but those that have been found near, or that others have replaced."""
         found = {name: one for name, one in before.items() if one is None or one is not after.get(name)}
         return {name: one for name, one in found.items() if name not in gone}
 
-    yield from of_named("weight", shown(expected.weights, actual.weights), actual.weights, EXACT)
-    known = replace(run, param_grads=shown(run.param_grads, now.param_grads))
+    yield from named_differences("weight", remaining_values(expected.weights, actual.weights), actual.weights, EXACT)
+    known = replace(run, param_grads=remaining_values(run.param_grads, now.param_grads))
     yield from differences(known, now, tolerance)
-    yield from of_named("update", shown(expected.updates, actual.updates), actual.updates, tolerance)
+    yield from named_differences("update", remaining_values(expected.updates, actual.updates), actual.updates, tolerance)
     common = expected.buffers.keys() & actual.buffers.keys()  # what takes a module's place may keep others
-    yield from of_named("buffer", {name: expected.buffers[name] for name in sorted(common)}, actual.buffers, tolerance)
+    yield from named_differences("buffer", {name: expected.buffers[name] for name in sorted(common)}, actual.buffers, tolerance)
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -203,13 +213,8 @@ def largest(expected: ModelResults, actual: ModelResults) -> Difference | None:
     found: tuple[float, str, Any, Any] | None = None
     near = actual.largest
     for what, one, other in pairs(expected, actual):
-        if (
-            one is not other
-            and one.numel()
-            and one.shape == other.shape
-            and one.dtype is other.dtype
-            and not torch.equal(one, other)
-        ):
+        is_comparable = one is not other and one.numel() and one.shape == other.shape and one.dtype is other.dtype
+        if is_comparable and not torch.equal(one, other):
             error = float((one - other).abs().max()) if one.dtype is not torch.bool else 1.0
             if found is None or error > found[0]:  # NaN is in no order: it is a difference of its own
                 found = error, what, one, other
@@ -266,14 +271,17 @@ class _GradientRecorder:
 
 
 def _updates(
-    model: nn.Module, task: ComparisonTask, gradients: Mapping[nn.Parameter, torch.Tensor | None], expected: Expected | None
+    model: nn.Module,
+    task: ComparisonTask,
+    gradients: Mapping[nn.Parameter, torch.Tensor | None],
+    expected: ExpectedValues | None,
 ) -> Values:
     """Return the update of each parameter by one step of the optimizer; the weights are restored."""
     if all(gradient is None for gradient in gradients.values()):
         raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
     before = {parameter: parameter.detach().clone() for parameter in gradients}
 
-    def added(parameter: torch.Tensor) -> torch.Tensor:
+    def update_of(parameter: torch.Tensor) -> torch.Tensor:
         now, was = parameter.detach(), before[cast(nn.Parameter, parameter)]
         return now ^ was if now.dtype is torch.bool else comparable(now) - comparable(was)
 
@@ -287,7 +295,7 @@ def _updates(
 
     try:
         (expected.ranks if expected is not None else SINGLE_RANK).run_on_all(step)
-        return values_of(model, "update", added, expected)
+        return values_of(model, "update", update_of, expected)
     finally:
         with torch.no_grad():
             for parameter, value in before.items():

@@ -21,7 +21,7 @@ ReadValue = Callable[[torch.Tensor], torch.Tensor | None]
 EXACT = Tolerance(0.0, 0.0)
 
 
-class Expected(NamedTuple):
+class ExpectedValues(NamedTuple):
     """Values to compare with.
 
     Args:
@@ -49,14 +49,14 @@ class Values(NamedTuple):
     largest: Difference | None
 
 
-def values_of(model: nn.Module, what: str, read: ReadValue, expected: Expected | None) -> Values:
+def values_of(model: nn.Module, what: str, read: ReadValue, expected: ExpectedValues | None) -> Values:
     """Read all parameters: a tied one under each of its names, a fused one under those of its parts. Collective."""
     named: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named.setdefault(parameter, []).append(name)
     names = {parameter: parameter_facts(parameter).names or tuple(own) for parameter, own in named.items()}
     held = {parameter: plain(read(parameter)) for parameter in named}
-    near, largest = _near(what, held, names, expected) if expected is not None else ({}, None)
+    near, largest = _compare_local_values(what, held, names, expected) if expected is not None else ({}, None)
     found: dict[str, torch.Tensor | None] = {}
     fused: dict[nn.Parameter, torch.Tensor | None] = {}
     for parameter, own in names.items():
@@ -78,11 +78,11 @@ def local_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return spec.local(whole) if spec is not None and spec.num_shards > 1 else whole
 
 
-def _near(
+def _compare_local_values(
     what: str,
     held: Mapping[nn.Parameter, torch.Tensor | None],
     names: Mapping[nn.Parameter, tuple[str, ...]],
-    expected: Expected,
+    expected: ExpectedValues,
 ) -> tuple[dict[nn.Parameter, torch.Tensor | None], Difference | None]:
     largest, near = None, set[int]()
     for number, (parameter, local) in enumerate(held.items()):
@@ -90,7 +90,8 @@ def _near(
         if any(name not in expected.values for name in names[parameter]):
             continue
         label = f"{what} of {names[parameter][0]!r}"
-        error = max((_error(label, one, parameter, local, expected.tolerance) for one in _unique(known)), default=math.inf)
+        unique = {id(value): value for value in known}.values()
+        error = max((_error(label, one, parameter, local, expected.tolerance) for one in unique), default=math.inf)
         if error < math.inf:
             near.add(number)
         if 0 < error < math.inf and (largest is None or error > (largest.absolute or 0.0)):
@@ -101,16 +102,10 @@ def _near(
     return {every[number]: expected.values[names[every[number]][0]] for number in sorted(agreed)}, largest
 
 
-def _unique(values: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return list({id(value): value for value in values}.values())
-
-
 def _error(
     what: str, whole: torch.Tensor | None, parameter: torch.Tensor, local: torch.Tensor | None, tolerance: Tolerance
 ) -> float:
-    """Return the largest error, or infinity if it exceeds the tolerance for all numbers; such tensors are compared in
-    detail.
-    """
+    """Return the largest error; infinity if it exceeds the tolerance for all numbers, so that details are compared."""
     if whole is None or local is None:
         return 0.0 if whole is local else math.inf
     spec = shard_spec(parameter)

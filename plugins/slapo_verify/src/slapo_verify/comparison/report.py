@@ -12,7 +12,7 @@ from slapo_core import VerifyError
 from .equivalence import Difference
 
 if TYPE_CHECKING:
-    from ..training_runs.reference_run import Trained
+    from ..training_runs.reference_run import TrainingResults
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Report:
     blame: Blame | None = None
     notes: tuple[str, ...] = ()
     subject: str = ""
-    trained: Trained | None = field(default=None, compare=False, repr=False)
+    trained: TrainingResults | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -99,11 +99,7 @@ class Report:
         return json.dumps({"ok": self.ok, **found}, allow_nan=False)
 
     def check(self) -> Report:
-        """Return the report itself if nothing differs.
-
-        Raises:
-            VerifyError: something differs; the message is the report.
-        """
+        """Return the report itself if nothing differs; else raise ``VerifyError`` with it."""
         if not self.ok:
             raise VerifyError(str(self))
         return self

@@ -56,8 +56,7 @@ def check_tolerance(tolerance: Any) -> None:
 
 
 def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelResults, closely: bool = False) -> ComparisonTask:
-    """Return the task with measured rounding errors in its tolerance: of weight updates, and in half precision of all
-    results.
+    """Return the task with measured rounding errors: of weight updates, and in half precision of all results.
 
     ``closely`` measures float32 results, too, since a gradient that is mathematically 0 consists of rounding errors.
     """
@@ -67,11 +66,8 @@ def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelRes
     wide = torch.float32 if is_half(reference) else torch.float64
     model = copy_model(reference)
     exact = compute(model.float() if is_half(reference) else model.double(), with_dtype(task, wide))  # complex ones stay
-    both = [
-        (what, one, other)
-        for what, one, other in pairs(expected, exact)
-        if one.dtype is not torch.bool and not what.startswith(_NOT_ROUNDED)
-    ]
+    rounding = (each for each in pairs(expected, exact) if not each[0].startswith(_NOT_ROUNDED))
+    both = [(what, one, other) for what, one, other in rounding if one.dtype is not torch.bool]
     most = _ROUNDED * max((_largest(high) for _, _, high in both), default=0.0) if closely else math.inf
     for what, low, high in both:
         if not closely or _largest(high) <= most:
@@ -110,18 +106,16 @@ def is_half(model: nn.Module) -> bool:
 def with_dtype(task: ComparisonTask, dtype: torch.dtype) -> ComparisonTask:
     """Return the task with less precise floating-point inputs converted, and with the tolerance of the dtype."""
 
-    def wide(value: Any) -> Any:
+    def widen(value: Any) -> Any:
         is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
         return value.to(dtype) if is_narrower else value
 
-    args, kwargs = pytree.tree_map(wide, (task.args, dict(task.kwargs)))
+    args, kwargs = pytree.tree_map(widen, (task.args, dict(task.kwargs)))
     return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
 
 
 def is_rounding_like(task: ComparisonTask, expected: ModelResults, actual: ModelResults, found: Iterable[Difference]) -> bool:
-    """Return True if all differences are at most a quarter of their tensors, and their norms are like those of rounding
-    errors.
-    """
+    """Return True if at most a quarter of each tensor differs, and norms are like those of rounding errors."""
     known = {what: (one, other) for what, one, other in pairs(expected, actual)}
     for each in found:
         one, other = known.get(each.what, (None, None))

@@ -9,7 +9,7 @@ from torch import nn
 from slapo_core import Program, Schedule, build_program
 
 
-class Staged(nn.Module):
+class StagedModel(nn.Module):
     """The scheduled model, under its own names, with a forward that runs the stages in turn.
 
     Args:
@@ -27,12 +27,11 @@ class Staged(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The whole model's."""
+        """Mode of the whole model."""
         return bool(self.__dict__["_slapo_whole"].training)
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Mode of the whole model."""
         self.__dict__["_slapo_whole"].training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,10 +40,6 @@ class Staged(nn.Module):
 
 
 def as_built(sch: Schedule) -> nn.Module:
-    """Return the module that runs: the schedule's stages if it has several, else the model.
-
-    Raises:
-        SlapoError: the model cannot be partitioned, as for ``build``.
-    """
+    """Return the module that runs: the schedule's stages if it has several, else the model."""
     program = build_program(sch)
-    return Staged(sch.mod, program) if len(program.stages) > 1 else sch.mod
+    return StagedModel(sch.mod, program) if len(program.stages) > 1 else sch.mod

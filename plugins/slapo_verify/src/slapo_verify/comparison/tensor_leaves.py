@@ -16,16 +16,16 @@ Leaves = list[tuple[str, Any]]
 """Parts of a structure by their path in it."""
 
 
-def copied(value: Any, path: str, copies: Leaves) -> Any:
+def copy_leaves(value: Any, path: str, copies: Leaves) -> Any:
     """The inputs again, with tensors that are leaves of a graph of their own; they are listed in ``copies``."""
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone().requires_grad_(value.requires_grad)
         copies.append((path, copy))
         return copy
     if type(value) is dict:
-        return {key: copied(item, f"{path}[{key!r}]", copies) for key, item in value.items()}
+        return {key: copy_leaves(item, f"{path}[{key!r}]", copies) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(copied(item, f"{path}[{index}]", copies) for index, item in enumerate(value))
+        return type(value)(copy_leaves(item, f"{path}[{index}]", copies) for index, item in enumerate(value))
     return _copied_object(value, path, copies)
 
 
@@ -34,7 +34,7 @@ def _copied_object(value: Any, path: str, copies: Leaves) -> Any:
     inside = {id(leaf): (step, leaf) for step, leaf in leaves_of(value, path) if isinstance(leaf, torch.Tensor)}
     if isinstance(value, (nn.Module, type)) or callable(value) or not (inside or list(_items(value))):
         return value
-    known: dict[int, Any] = {each: copied(leaf, step, copies) for each, (step, leaf) in inside.items()}
+    known: dict[int, Any] = {each: copy_leaves(leaf, step, copies) for each, (step, leaf) in inside.items()}
     try:
         return deepcopy(value, known)
     except Exception:  # a lock or a generator in it, say
@@ -42,7 +42,7 @@ def _copied_object(value: Any, path: str, copies: Leaves) -> Any:
 
 
 @dataclass(frozen=True)
-class Unopened:
+class OpaqueObject:
     """Stands for an object that nobody can look into, a generator say: its type is compared, and no more.
 
     Args:
@@ -71,13 +71,13 @@ def leaves_of(
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         yield path, value
         return
-    if (array := _of_numpy(value)) is not None:
+    if (array := _numpy_to_tensor(value)) is not None:
         yield path, array
         return
     if id(value) in seen or (id(value) in met and not isinstance(value, _CONTAINERS)):
         return
     met.add(id(value))
-    yield path, type(value) if _is_open(value) else Unopened(type(value))
+    yield path, type(value) if _is_open(value) else OpaqueObject(type(value))
     for step, item in _items(value):
         yield from leaves_of(item, path + step, seen | {id(value)}, met)
 
@@ -114,7 +114,7 @@ def _is_open(value: Any) -> bool:
     return is_container or hasattr(value, "__dict__") or any(_slots(each) for each in type(value).__mro__)
 
 
-def _of_numpy(value: Any) -> torch.Tensor | None:
+def _numpy_to_tensor(value: Any) -> torch.Tensor | None:
     """An array of numbers as a tensor."""
     loaded: Any = sys.modules.get("numpy")
     if loaded is None or not isinstance(value, (loaded.ndarray, loaded.generic)) or value.dtype.kind not in "biufc":

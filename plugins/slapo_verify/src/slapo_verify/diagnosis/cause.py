@@ -11,10 +11,10 @@ from torch import nn
 
 from slapo_core import Schedule, ScheduleError, Step
 
-from ..comparison.equivalence import Tolerance, of_named
+from ..comparison.equivalence import Tolerance, named_differences
 from ..comparison.model_results import ComparisonTask, ModelResults, compare, compute, gather_outputs, numbers
 from ..comparison.report import Blame
-from ..comparison.staged_model import Staged
+from ..comparison.staged_model import StagedModel
 from ..model_setup.meta_values import fill_scheduled
 from ..model_setup.step_replay import replay
 from ..ranks.failure_propagation import Ranks, StrandedError
@@ -48,12 +48,8 @@ class ComparedModels(NamedTuple):
     in_float32: bool = False
     unknown: str | None = None
 
-    def after(self, numbers: Sequence[int]) -> Schedule:
-        """Return the schedule of a new copy after some of the steps.
-
-        Raises:
-            ScheduleError: they cannot be taken again, or not without the omitted ones.
-        """
+    def schedule_after(self, numbers: Sequence[int]) -> Schedule:
+        """Return the schedule of a new copy schedule_after some of the steps; they must not need the omitted ones."""
         sch = replay(self.fresh(), [self.steps[number] for number in numbers])
         fill_scheduled(sch, self.reference)
         if self.in_float32:
@@ -71,9 +67,9 @@ def _steps(
     """Return the numbers of the steps to blame, those of the steps before, and why none is known. Collective."""
     steps = models.steps
 
-    def right(numbers: Sequence[int]) -> bool:
+    def is_right(numbers: Sequence[int]) -> bool:
         try:
-            again = models.ranks.run_on_all(lambda: models.after(numbers))
+            again = models.ranks.run_on_all(lambda: models.schedule_after(numbers))
             wrong = is_wrong(compute(again.mod, task, expected, models.ranks))
         except StrandedError:
             raise
@@ -84,22 +80,22 @@ def _steps(
     if models.unknown:
         return [], [], models.unknown
     try:
-        if not right([]):
+        if not is_right([]):
             if any(torch.isnan(each).any() for each in numbers(expected)):
                 return [], [], "the unmodified model has NaN, which is equal to nothing"
             return [], [], "the unmodified model differs from itself: it draws random numbers, or keeps a state"
         if not steps:
             return [], [], "no step was taken"
-        if not right(range(len(steps))):
-            return *steps_to_blame(steps, right), None
-        if isinstance(runs, Staged):
+        if not is_right(range(len(steps))):
+            return *steps_to_blame(steps, is_right), None
+        if isinstance(runs, StagedModel):
             return [], [], "the model is right before it is cut into stages: the cuts are to blame, or what cuts"
         return [], [], "the same steps on a fresh copy are right: something else has changed the model"
     except ScheduleError as error:
         return [], [], str(error)
 
 
-def _named(models: ComparedModels, number: int) -> str:
+def _step_label(models: ComparedModels, number: int) -> str:
     """Return a step with its number in the journal."""
     return f"{number + 1 + models.first}: {models.steps[number]}"
 
@@ -107,21 +103,13 @@ def _named(models: ComparedModels, number: int) -> str:
 def step_of(models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults) -> Blame:
     """Return only the step to blame, for a model that does not run. Collective."""
     suspects, _, unknown = _steps(models, runs, task, expected, lambda computed: False)
-    return Blame(_named(models, suspects[0]) if suspects else None, unknown=unknown)
+    return Blame(_step_label(models, suspects[0]) if suspects else None, unknown=unknown)
 
 
 def cause_of(
     models: ComparedModels, runs: nn.Module, task: ComparisonTask, expected: ModelResults, actual: ModelResults
 ) -> Blame:
-    """Return the cause of the differences. Collective.
-
-    Args:
-        models: The compared models.
-        runs: The module that runs for the schedule.
-        task: The task.
-        expected: Results of the unmodified model.
-        actual: Results of the scheduled model.
-    """
+    """Return the cause of the differences between expected and actual results. Collective."""
 
     def differs(computed: ModelResults) -> bool:
         found, _ = gather_outputs(expected, computed, models.sch.group)
@@ -137,7 +125,7 @@ def cause_of(
     step = None
     if suspects:  # a module that is known to be wrong itself tells which
         number = next((each for each in reversed(suspects) if hint and models.steps[each].path == module), suspects[0])
-        step = _named(models, number)
+        step = _step_label(models, number)
     return Blame(step, module, next(iter(parameters), None), hint, unknown)
 
 
@@ -149,18 +137,17 @@ def _first_module(
 ) -> tuple[str | None, Values]:
     """Return the path of the first module whose output differs but was right before the step to blame, and both outputs."""
 
-    def seen(model: nn.Module) -> Any:
+    def all_outputs(model: nn.Module) -> Any:
         return models.ranks.run_on_all(lambda: outputs_of(model, lambda: compute(model, task)))
 
-    expected, actual = seen(models.reference), seen(runs)
-    so_far = models.after(before)
-    usual = set(differing_modules(expected, seen(so_far.mod), task.tolerance))
+    expected, actual = all_outputs(models.reference), all_outputs(runs)
+    so_far = models.schedule_after(before)
+    usual = set(differing_modules(expected, all_outputs(so_far.mod), task.tolerance))
     differs = [path for path in differing_modules(expected, actual, task.tolerance) if path not in usual]
     found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
     named = models.ranks.gather(found)
     path = next((each for each in named if each is not None), None)
-    pairs = [next((tensors[0] for at, _, tensors in run if at == path and tensors), None) for run in (expected, actual)]
-    one, other = pairs
+    one, other = (next((found[0] for at, _, found in run if at == path and found), None) for run in (expected, actual))
     return path, None if one is None or other is None else (one, other)
 
 
@@ -184,7 +171,7 @@ def _wrong_parameters(
         ("gradient", expected.run.param_grads, actual.run.param_grads),
         ("update", expected.updates, actual.updates),
     ):
-        own = [name for name in one if any(True for _ in of_named(what, {name: one[name]}, other, task.tolerance))]
+        own = [name for name in one if any(True for _ in named_differences(what, {name: one[name]}, other, task.tolerance))]
         wrong = {name for names in models.ranks.gather(own) for name in names}
         if wrong:
             last_first = (name for name in reversed(named) if name in wrong)
@@ -201,16 +188,14 @@ def _hint(
     parameters: Sequence[str],
 ) -> str | None:
     """Return a hint from the first module that differs, or else from the gradients that do."""
-    known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen(models.reference, models.sch.mod)
+    known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen_parameter(models.reference, models.sch.mod)
     if known:
         return known
     pairs = [values] if values is not None else []
-    if not any(models.ranks.gather(bool(pairs))):
+    backward = not any(models.ranks.gather(bool(pairs)))
+    if backward:
         gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_MAX_GRADIENTS]]
         pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
-        backward = True
-    else:
-        backward = False
     if len(set(models.ranks.gather(len(pairs)))) > 1:
         return None
     for one, other in pairs:

@@ -24,21 +24,15 @@ OF_UPDATES = (
 def hint_of(
     expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, group: Any, backward: bool
 ) -> str | None:
-    """Return a hint at the cause of a wrong tensor, or None. Collective over ``group``.
+    """Return a hint at the cause of a wrong tensor, or None. Collective over ``group``, that of the shards.
 
-    Args:
-        expected: Floating-point tensor of the unmodified model.
-        actual: Tensor of the scheduled model, of the same shape on every rank.
-        reference: The unmodified model.
-        tolerance: Allowed difference.
-        group: Process group of the shards, or None.
-        backward: True for a gradient.
+    Both floating-point tensors have the same shape on every rank. ``backward`` is True for gradients.
     """
     ranks = dist.get_world_size(group) if group is not None else 1
     summed = actual.clone()
     if ranks > 1:
         dist.all_reduce(summed, group=group)
-    near = _nearness(expected, tolerance)
+    near = _closeness_test(expected, tolerance)
     if ranks > 1 and near(summed):
         if backward:
             return f"the {ranks} ranks have parts of the gradient that sum to the right one: a sync of gradients is missing"
@@ -51,14 +45,12 @@ def hint_of(
 
 def local_hints(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
     """Yield hints at the cause of a wrong tensor, without communication."""
-    near = _nearness(expected, tolerance)
+    near = _closeness_test(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
-        times = f"{factor:.4g}"
-        because = (
-            ", as many as there are ranks: summed twice, or a mean is a sum" if ranks > 1 and abs(factor - ranks) < 1e-2 else ""
-        )
-        yield f"every number is {times} times what it should be{because}"
+        is_num_ranks = ranks > 1 and abs(factor - ranks) < 1e-2
+        because = ", as many as there are ranks: summed twice, or a mean is a sum" if is_num_ranks else ""
+        yield f"every number is {factor:.4g} times what it should be{because}"
     for name, parameter in reference.named_parameters():
         if parameter.dim() == 1 and expected.dim() and expected.shape[-1] == parameter.shape[0] and bool(parameter.any()):
             excess = _extra_bias_count(actual - expected, parameter.detach())
@@ -97,11 +89,10 @@ def is_split(scheduled: nn.Module) -> bool:
     return any(map(is_sharded, scheduled.parameters()))
 
 
-def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
+def frozen_parameter(reference: nn.Module, scheduled: nn.Module) -> str | None:
     """Return a sentence on a parameter that is trained in only one model, or None."""
-    trained: Mapping[str, bool] = {
-        name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
-    }
+    named = reference.named_parameters(remove_duplicate=False)
+    trained: Mapping[str, bool] = {name: parameter.requires_grad for name, parameter in named}
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
         for original in parameter_facts(parameter).names or (name,):
             if trained.get(original, parameter.requires_grad) != parameter.requires_grad:
@@ -109,7 +100,7 @@ def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
     return None
 
 
-def _nearness(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool]:
+def _closeness_test(expected: Tensor, tolerance: Tolerance) -> Callable[[Tensor], bool]:
     return lambda other: bool(tolerance.accepts(expected, other).all())
 
 

@@ -49,19 +49,17 @@ def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
 
 
 def differing_modules(expected: Outputs, actual: Outputs, tolerance: Tolerance) -> list[str]:
-    """Return the paths of the modules whose output differs, in order. Outputs of other shapes, as of shards, are not
-    compared.
-    """
+    """Return the paths of modules with other outputs, in order. Outputs of other shapes, as shards, do not count."""
     known = {(path, call): tensors for path, call, tensors in expected}
     found: dict[str, None] = {}
     for path, call, tensors in actual:
         pairs = list(zip(known.get((path, call), []), tensors, strict=False))
-        if any(_differ(one, other, tolerance) for one, other in pairs):
+        if any(_values_differ(one, other, tolerance) for one, other in pairs):
             found[path] = None
     return list(found)
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> bool:
+def _values_differ(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> bool:
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     return not bool(tolerance.accepts(one, other).all())

@@ -19,9 +19,7 @@ IsCorrect = Callable[[Sequence[int]], bool]
 def steps_to_blame(steps: Sequence[Step], right: IsCorrect) -> tuple[list[int], list[int]]:
     """Return the numbers of the steps that make the model wrong together, and those of the steps before that leave it right.
 
-    Args:
-        steps: All steps, which are known to be wrong together.
-        right: Called for ``log2`` of the blocks, and for the steps of one block.
+    All steps are known to be wrong together. ``right`` is called for ``log2`` of the blocks, and for the steps of one block.
     """
     blocks: dict[str, list[int]] = {}
     for number, step in enumerate(steps):
@@ -32,28 +30,28 @@ def steps_to_blame(steps: Sequence[Step], right: IsCorrect) -> tuple[list[int], 
     base = above
     if above and not right(above):
         base = []
-        if not groups or right(_together(base, groups)) or not (found := _groups_before_fault(above, groups, right)):
+        if not groups or right(_join_groups(base, groups)) or not (found := _groups_before_fault(above, groups, right)):
             groups = [above]
         else:
             groups = found
     low, high = 0, len(groups)  # right with the first `low` groups, wrong with the first `high`
     while high - low > 1:
         middle = (low + high) // 2
-        if right(_together(base, groups[:middle])):
+        if right(_join_groups(base, groups[:middle])):
             low = middle
         else:
             high = middle
-    base = _together(base, groups[:low])
+    base = _join_groups(base, groups[:low])
     last = groups[low]
-    good = next((end for end in range(len(last) - 1, 0, -1) if right(_together(base, [last[:end]]))), 0)
-    return last[good:], _together(base, [last[:good]])
+    good = next((end for end in range(len(last) - 1, 0, -1) if right(_join_groups(base, [last[:end]]))), 0)
+    return last[good:], _join_groups(base, [last[:good]])
 
 
 def _groups_before_fault(above: list[int], groups: list[list[int]], right: IsCorrect) -> list[list[int]]:
     """Return the groups up to the wrong one, where the steps above are right with the others, and may need one of them."""
     for end in range(1, len(groups) + 1):
-        if not right(_together([], groups[:end])):
-            return groups[:end] if right(_together(above, [*groups[: end - 1], *groups[end:]])) else []
+        if not right(_join_groups([], groups[:end])):
+            return groups[:end] if right(_join_groups(above, [*groups[: end - 1], *groups[end:]])) else []
     return []
 
 
@@ -67,5 +65,5 @@ def _contains_block(block: str, blocks: dict[str, list[int]]) -> bool:
     return any(other != block and (not block or other.startswith(f"{block}.")) for other in blocks)
 
 
-def _together(base: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+def _join_groups(base: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
     return sorted({*base, *(number for group in groups for number in group)})

@@ -42,7 +42,6 @@ def dropout_disabled(*models: nn.Module) -> Iterator[int]:
 
 def same_random_state(one: Any, other: Any) -> bool:
     """Return True if nothing was drawn between two results of ``rng_state``."""
-    leaves = [torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other)]
-    return len(leaves[0]) == len(leaves[1]) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in zip(*leaves, strict=True)
-    )
+    ours, theirs = (torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other))
+    equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)  # noqa: E731
+    return len(ours) == len(theirs) and all(map(equal, ours, theirs))

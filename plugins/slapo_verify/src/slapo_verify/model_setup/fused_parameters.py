@@ -1,6 +1,4 @@
-"""Parameters that a step made from those of the unmodified model: from several, as a fused projection, or from a part of
-one.
-"""
+"""Parameters that a step made from several of the unmodified model, as a fused projection, or from a part of one."""
 
 from __future__ import annotations
 
@@ -42,23 +40,18 @@ def is_fused(parameter: torch.Tensor) -> bool:
 def added_parameters(model: nn.Module) -> frozenset[str]:
     """Return the names of trainable parameters that a step created without recording their parts."""
     named = model.named_parameters(remove_duplicate=False)
-    return frozenset(
-        name for name, each in named if each.requires_grad and not parameter_facts(each).names and not is_fused(each)
-    )
+    unnamed = (name for name, each in named if not (parameter_facts(each).names or is_fused(each)) and each.requires_grad)
+    return frozenset(unnamed)
 
 
 def split_fused(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Return the values of fused parameters under the unmodified model's names, if all parts are there.
-
-    Args:
-        values: The full value of each fused parameter; None for one without, such as a missing gradient.
-    """
+    """Return the values of fused parameters, None if missing, under the unmodified model's names, where all parts are there."""
     pieces: dict[str, list[_Piece]] = {}
     for parameter, value in values.items():
         for name, piece in _pieces(parameter, value):
             pieces.setdefault(name, []).append(piece)
     in_order = {name: sorted(found, key=lambda piece: piece.start) for name, found in pieces.items()}
-    return {name: _joined(found) for name, found in in_order.items() if _is_whole(found)}
+    return {name: _join_pieces(found) for name, found in in_order.items() if _is_whole(found)}
 
 
 def _pieces(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[str, _Piece]]:
@@ -79,6 +72,6 @@ def _is_whole(pieces: Iterable[_Piece]) -> bool:
     return at == size
 
 
-def _joined(pieces: list[_Piece]) -> torch.Tensor | None:
+def _join_pieces(pieces: list[_Piece]) -> torch.Tensor | None:
     known = [piece.value for piece in pieces if piece.value is not None]
     return torch.cat(known, pieces[0].dim) if len(known) == len(pieces) else None

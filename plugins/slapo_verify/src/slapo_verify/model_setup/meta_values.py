@@ -22,18 +22,11 @@ def has_meta_parameters(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
+def materialize_models(reference: nn.Module, sch: Schedule, device: torch.device) -> tuple[nn.Module, Schedule]:
     """Return both models with values; a model without values is copied and gets those of the other.
 
-    If neither has values, both get those of the model's initialiser. Collective over the shards' group.
-
-    Args:
-        reference: The unmodified model, or the schedule's model before some steps.
-        sch: The schedule.
-        device: Device of new values.
-
-    Raises:
-        VerifyError: no initialiser gives the model values, or a step created a parameter without known values.
+    If neither has values, both get those of the model's initialiser. Collective over the shards' group. Raises ``VerifyError``
+    if that gives no values, or a step created a parameter without known values.
     """
     if has_meta_parameters(reference):
         reference = copy_model(reference)
@@ -45,11 +38,7 @@ def materialized(reference: nn.Module, sch: Schedule, device: torch.device) -> t
 
 
 def materialize_from(model: nn.Module, other: nn.Module, device: torch.device) -> None:
-    """Give a model the values of another one; the others come from its own initialiser.
-
-    Raises:
-        VerifyError: the initialiser leaves a parameter without values.
-    """
+    """Give a model the values of another; others come from its initialiser, else ``VerifyError`` is raised."""
     copy_values(model, other, is_unmodified=True)
     try:
         materialize(model, device=device)
@@ -58,31 +47,23 @@ def materialize_from(model: nn.Module, other: nn.Module, device: torch.device) -
 
 
 def fill_scheduled(sch: Schedule, reference: nn.Module) -> None:
-    """Give meta parameters of a scheduled model the values of the reference, each rank its part.
-
-    Raises:
-        VerifyError: a step created a parameter without known values.
-    """
+    """Give a scheduled model's meta parameters their part of the reference; raise ``VerifyError`` if it lacks one."""
     if not has_meta_parameters(sch.mod):
         return
     copy_values(sch.mod, reference)
     for name, parameter in sch.mod.named_parameters():
         if parameter.is_meta:
-            raise VerifyError(
-                f"a step brought in {name!r} on the meta device, whose values nothing tells; make the models with real weights"
-            )
+            what = f"a step brought in {name!r} on the meta device, whose values nothing tells"
+            raise VerifyError(f"{what}; make the models with real weights")
 
 
 def copy_values(model: nn.Module, other: nn.Module, *, is_unmodified: bool = False) -> None:
     """Replace meta parameters and buffers by the values of another model, if these are known.
 
-    Args:
-        model: The model that lacks values.
-        other: The model that has them.
-        is_unmodified: True if parameters without facts have the same names in both.
+    If ``is_unmodified``, parameters without facts have the same names in both.
     """
     values, new = _values_of(other), dict[int, torch.Tensor]()
-    for path, table, name, tensor in list(_places(model)):
+    for path, table, name, tensor in list(_tensor_slots(model)):
         names = parameter_facts(tensor).names or ((path,) if is_unmodified else ())
         whole = next((values[known] for known in names if known in values), None)
         spec = shard_spec(tensor)
@@ -104,7 +85,7 @@ def _values_of(model: nn.Module) -> Values:
     return found
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+def _tensor_slots(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             yield from ((paths.join(path, name), table, name, tensor) for name, tensor in table.items() if tensor is not None)

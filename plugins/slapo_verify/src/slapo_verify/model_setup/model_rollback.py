@@ -27,7 +27,7 @@ def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], No
     states = rng_state(), random.getstate(), _numpy_state()
     modes = {module: module.training for module in model.modules()}
     places = [(module, dict(module._buffers), dict(vars(module))) for module in model.modules()]
-    kept = {tensor: tensor.detach().clone() for tensor in (*model.buffers(), *_renormalised(model))}
+    kept = {tensor: tensor.detach().clone() for tensor in (*model.buffers(), *_renormalised_weights(model))}
     versions = {each: each._version for each in model.parameters() if each not in kept and not each.is_inference()}
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
@@ -61,7 +61,7 @@ def _check_unwritten(model: nn.Module, versions: Mapping[nn.Parameter, int]) -> 
         raise VerifyError(f"the forward writes into the parameter {changed[0]!r}, which is changed now; no two runs are alike")
 
 
-def _renormalised(model: nn.Module) -> Iterator[torch.Tensor]:
+def _renormalised_weights(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield module.weight
@@ -70,9 +70,8 @@ def _renormalised(model: nn.Module) -> Iterator[torch.Tensor]:
 def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Drop tensors with a graph that a module has kept, such as a loss, since the module could not be copied with them."""
     for name, value in list(vars(module).items()):
-        if value is before.get(name) or not any(
-            isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value)
-        ):
+        has_graph = any(isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value))
+        if value is before.get(name) or not has_graph:
             continue
         if name in before:
             vars(module)[name] = before[name]

@@ -17,9 +17,8 @@ def local_batch_statistics(model: nn.Module) -> Iterator[None]:
 
     Every replica runs the same full batch here. Counted once per replica, it would have another unbiased variance.
     """
-    wrappers: list[Any] = [
-        each for module in model.modules() for each in forward_wrappers(module) if getattr(each, "over_replicas", False)
-    ]
+    found = (each for module in model.modules() for each in forward_wrappers(module))
+    wrappers: list[Any] = [each for each in found if getattr(each, "over_replicas", False)]
     groups = [each.group for each in wrappers]
     for each in wrappers:
         each.group = None

@@ -20,11 +20,7 @@ def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
 
 
 def replay(fresh: Schedule, steps: Iterable[Step]) -> Schedule:
-    """Take steps of another schedule on ``fresh``, and return it.
-
-    Raises:
-        ScheduleError: a step cannot be taken again, or not without omitted ones.
-    """
+    """Take steps of another schedule on ``fresh`` and return it; raise ``ScheduleError`` if one cannot be taken again."""
     for step in steps:
         handle = fresh[step.path] if step.path else fresh
         args = [_replay_argument(value, fresh) for value in step.args]

@@ -33,13 +33,9 @@ def is_dry_run() -> bool:
 
 @contextmanager
 def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[[BaseException], None]]:
-    """Make process groups belong to the thread that creates them, in a ``with`` block.
+    """Make process groups belong to the thread that creates them; yield a function that ends all waiting threads.
 
-    Args:
-        waiting: Receives a function that waits for other threads, and calls it.
-
-    Yields:
-        A function that ends all waiting threads with ``SystemExit``.
+    They end with ``SystemExit``. ``waiting`` receives a function that waits for other threads, and calls it.
     """
     private: Any = importlib.import_module("torch.testing._internal.distributed.multi_threaded_pg")
 
@@ -50,7 +46,7 @@ def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Cal
     private._install_threaded_pg()
     isolated(True)
     for (place, name), original in zip(places, before, strict=True):
-        setattr(place, name, _handing_over(original, waiting))
+        setattr(place, name, _wrap_blocking_call(original, waiting))
     try:
         yield private.ProcessLocalGroup.exception_handle
     finally:
@@ -61,7 +57,7 @@ def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Cal
         private._uninstall_threaded_pg()
 
 
-def _handing_over(original: Callable[..., T], waiting: Callable[[Callable[[], T]], T]) -> Callable[..., T]:
+def _wrap_blocking_call(original: Callable[..., T], waiting: Callable[[Callable[[], T]], T]) -> Callable[..., T]:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> T:
         return waiting(lambda: original(*args, **kwargs))
@@ -99,13 +95,13 @@ def watched_collectives(look: Callable[[], None]) -> Iterator[None]:
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name in _COLLECTIVES:
-            library.impl(name, _watched(getattr(torch.ops.c10d, name).default, look), _KEY, with_keyset=True)
+            library.impl(name, _watch_collective(getattr(torch.ops.c10d, name).default, look), _KEY, with_keyset=True)
         yield
     finally:
         library._destroy()
 
 
-def _watched(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
+def _watch_collective(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
     private: Any = torch._C
     below = private._dispatch_keyset_full_after(getattr(private.DispatchKey, _KEY))
     own = threading.get_ident()
@@ -117,13 +113,13 @@ def _watched(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
         if any(each.device.type != "cpu" for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)):
             return result  # to wait so for what runs on GPUs would hold the process up
         tensors, work = (result[:-1], result[-1]) if isinstance(result, tuple) else (None, result)
-        again = _c10d().PythonCallbackWork(_patient(_c10d().Work.unbox(work), look)).boxed()
+        again = _c10d().PythonCallbackWork(_sliced_wait(_c10d().Work.unbox(work), look)).boxed()
         return again if tensors is None else (*tensors, again)
 
     return call
 
 
-def _patient(work: Any, look: Callable[[], None]) -> Callable[[timedelta], bool]:
+def _sliced_wait(work: Any, look: Callable[[], None]) -> Callable[[timedelta], bool]:
     """Return a function that waits in slices as the work itself does; 0 means the group's own time limit."""
 
     def wait(limit: timedelta) -> bool:

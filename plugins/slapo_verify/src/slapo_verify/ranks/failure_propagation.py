@@ -162,11 +162,9 @@ class Ranks(NamedTuple):
 
     def run_on_all(self, run: Callable[[], T], watched: bool = True) -> T:
         """Return the result of ``run``, or fail on all ranks if one fails, even if others wait for it. Collective."""
-        return (
-            self.failure_store.run_on_all(run, watched)
-            if self.failure_store is not None
-            else run_and_agree(run, self.mesh, self.group)
-        )
+        if self.failure_store is not None:
+            return self.failure_store.run_on_all(run, watched)
+        return run_and_agree(run, self.mesh, self.group)
 
 
 SINGLE_RANK = Ranks()

@@ -45,7 +45,7 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
     ranks, state = _ThreadRanks(world_size), rng_state()
     THREAD_ERRORS.clear()
     try:
-        with threaded_groups(ranks.waiting) as end:
+        with threaded_groups(ranks.let_others_run) as end:
             threads = [threading.Thread(target=ranks.run, args=(rank, work), daemon=True) for rank in range(world_size)]
             for thread in threads:
                 thread.start()
@@ -81,7 +81,7 @@ class _ThreadRanks:
         except BaseException as caught:
             self.error = self.error or caught
 
-    def waiting(self, call: Callable[[], T]) -> T:
+    def let_others_run(self, call: Callable[[], T]) -> T:
         """Let the other threads run while this one waits for them."""
         state = rng_state()
         self._number_waiting += 1

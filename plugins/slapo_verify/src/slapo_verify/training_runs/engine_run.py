@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from ..model_setup.dropouts import disable_dropout
 from ..model_setup.model_copies import copy_model
 from ..model_setup.step_replay import fresh_schedule, replay
 from ..ranks.failure_propagation import Ranks
-from .reference_run import LossFn, Trained, to_double, train_reference
+from .reference_run import LossFn, TrainingResults, to_double, train_reference
 
 Scheduled = Callable[[nn.Module], Schedule]
 _DTYPE_CONVERSIONS = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
@@ -42,9 +42,9 @@ class EngineRun:
     @property
     def optimizer_name(self) -> str:
         """Name of the optimizer factory, the same on every rank."""
-        return _shown(self.optimizer)
+        return _option_text(self.optimizer)
 
-    def reference_results(self, dtype: torch.dtype | None = None) -> Trained:
+    def reference_results(self, dtype: torch.dtype | None = None) -> TrainingResults:
         """Train the unmodified model, in its own dtype or ``dtype``, with those options of the engine that apply to it."""
         model = self.reference if dtype is None else _DTYPE_CONVERSIONS[dtype](copy_model(self.reference))
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
@@ -53,14 +53,16 @@ class EngineRun:
         chosen = self.options.get("loss")
         return train_reference(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
 
-    def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
+    def train(self, target: str) -> tuple[TrainingResults, Schedule, list[str]]:
         """Train with a new engine. Return results, schedule, and a note of the layout and options. Collective."""
         sch = self.schedule()
         disable_dropout(sch.mod)
         ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
-        return ranks.run_on_all(lambda: self._trained(sch, target), watched=False)  # engines look at their works themselves
+        return ranks.run_on_all(
+            lambda: self._train_engine(sch, target), watched=False
+        )  # engines look at their works themselves
 
-    def _trained(self, sch: Schedule, target: str) -> tuple[Trained, Schedule, list[str]]:
+    def _train_engine(self, sch: Schedule, target: str) -> tuple[TrainingResults, Schedule, list[str]]:
         share, layout = self.share(sch), _layout(sch)
         engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **self.options)
         whole = getattr(engine, "whole_parameters", nullcontext)
@@ -75,13 +77,13 @@ class EngineRun:
                 full = {name: value for name, value in full_state(sch).items() if value is not None}
         stages = len(sch.program.stages) if sch.program is not None else 1
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
-        copies = [
-            {name: to_double(value) - to_double(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
-        ]
+        held = [(copy, before[at]) for at, copy in after.items()]
+        copies = [{name: to_double(new) - to_double(old[name]) for name, new in copy.items()} for copy, old in held]
         updates = {name: to_double(full[name]) - to_double(own[name]) for name in own if name in full}
         kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
-        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_options_text(self.options)}"
-        return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
+        options = ", ".join(f"{name}={_option_text(value)}" for name, value in self.options.items()) or "all options by default"
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {options}"
+        return TrainingResults(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
 
     def share(self, sch: Schedule) -> dict[str, Any]:
         """Return this data-parallel rank's rows of the batch."""
@@ -130,17 +132,11 @@ def gather_over_schedule(value: Any, sch: Schedule) -> list[Any]:
 
 def _layout(sch: Schedule) -> str:
     sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
-    ranks = len(gather_over_schedule(None, sch))
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
-        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
-    )
+    ranks, axes = len(gather_over_schedule(None, sch)), ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({axes})" if axes else "")
 
 
-def _options_text(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_shown(value)}" for name, value in options.items()) or "all options by default"
-
-
-def _shown(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return the text of a value, the same on every rank; a function by its name."""
     inner = value.func if isinstance(value, partial) else value
     return str(getattr(inner, "__qualname__", type(inner).__qualname__)) if callable(inner) else repr(value)

@@ -21,7 +21,7 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResults:
     """Results of some training steps.
 
     Args:
@@ -68,7 +68,7 @@ def train_reference(
     clip: float = 0.0,
     lr_scheduler: Callable[[Any], Any] | None = None,
     loss: Any = None,
-) -> Trained:
+) -> TrainingResults:
     """Train a copy of the model on the whole batch; the random state is left as it was.
 
     Args:
@@ -96,18 +96,16 @@ def train_reference(
         outputs = model.train(training)(*args, **kwargs)
         loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else own_loss(outputs, chosen)
         if loss is None:
-            raise VerifyError(
-                "the model's outputs do not show which number is the loss; give loss=, a key, a position or a function of the "
-                "outputs, or loss_fn=, a function of outputs and labels"
-            )
+            advice = "a key, a position or a function of the outputs, or loss_fn=, a function of outputs and labels"
+            raise VerifyError(f"the model's outputs do not show which number is the loss; give loss=, {advice}")
         return loss
 
-    def evaluated() -> float:
+    def evaluate() -> float:
         return loss_of(False).item()  # with gradients, which show the loss among the outputs
 
     before = {name: to_double(each.detach(), copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
     try:
-        first, losses, draws = evaluated(), [], False
+        first, losses, draws = evaluate(), [], False
         stepping = optimizer([each for each in model.parameters() if each.requires_grad])
         rate = lr_scheduler(stepping) if lr_scheduler is not None else None
         for _ in range(steps):
@@ -122,12 +120,12 @@ def train_reference(
             if rate is not None:
                 rate.step(*([loss.item()] if isinstance(rate, ReduceLROnPlateau) else []))
             losses.append(loss.item())
-        evaluations = (first, evaluated())
+        evaluations = (first, evaluate())
     finally:
         set_rng_state(state)
     after = dict(model.named_parameters(remove_duplicate=False))
     updates = {name: to_double(after[name].detach()) - value for name, value in before.items()}
-    return Trained("", tuple(losses), evaluations, updates, draws=draws)
+    return TrainingResults("", tuple(losses), evaluations, updates, draws=draws)
 
 
 def to_double(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
@@ -141,12 +139,7 @@ def sum_of_terms(loss: Any) -> Any:
 
 
 def own_loss(outputs: Any, chosen: Any = None) -> torch.Tensor | None:
-    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number.
-
-    Args:
-        outputs: Of a model.
-        chosen: A key, a field, a position, or a function of the outputs.
-    """
+    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number."""
     if callable(chosen):
         return _number(chosen(outputs))
     if chosen is not None:

@@ -26,9 +26,6 @@ class ExportSource:
     Args:
         model: The whole scheduled model; tensors of other ranks may be on the meta device.
         trees: All modules that hold its tensors, including stages.
-        own: The module that this rank runs.
-        engine: The engine, or None.
-        mesh: Mesh of its ranks, or None.
         group: Process group of its ranks if they have no mesh.
     """
 
@@ -47,9 +44,9 @@ class ExportSource:
             BuildError: it is neither an engine nor a schedule, or does not tell which ranks have the other shards.
         """
         if isinstance(given, Schedule):
-            if given._root.target is not None:
+            if given.target is not None:
                 raise BuildError(
-                    f"export_weights: the schedule was built for {given._root.target!r}; give the engine that build returned"
+                    f"export_weights: the schedule was built for {given.target!r}; give the engine that build returned"
                 )
             mesh = given.mesh
             return cls(given.root_module, (given.root_module,), given.root_module, None, mesh, None if mesh else given.group)
@@ -76,11 +73,11 @@ class ExportSource:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes in which this rank runs its tensors, by the names of pieces."""
-        return {(parameter_facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named((self.own,))}
+        return {(parameter_facts(tensor).names or (name,))[0]: tensor.dtype for name, tensor in _named_tensors((self.own,))}
 
     def names(self) -> Names:
         """Return all names of each tensor in the unmodified model, by the first."""
-        return {names[0]: names for _, tensor in _named(self.trees) if (names := parameter_facts(tensor).names)}
+        return {names[0]: names for _, tensor in _named_tensors(self.trees) if (names := parameter_facts(tensor).names)}
 
     def added_parameters(self) -> Names:
         """Return all present names of the parameters that a step added, by the first."""
@@ -94,7 +91,7 @@ class ExportSource:
         """Return the declared parts (``made_of``) of tensors, by the names of their pieces."""
         return {
             (parameter_facts(tensor).names or (name,))[0]: made
-            for name, tensor in _named(self.trees)
+            for name, tensor in _named_tensors(self.trees)
             if (made := fused_parts(tensor)) is not None
         }
 
@@ -114,7 +111,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     return groups[0] if groups else dist.group.WORLD if dist.is_initialized() else None
 
 
-def _named(trees: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(trees: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for tree in trees:
         yield from tree.named_parameters()
         yield from tree.named_buffers()

@@ -28,7 +28,6 @@ class ExportPlan(NamedTuple):
         wholes: The model's tensors, by the names of the conversions' sources.
         groups: Conversions of these tensors, in order.
         files: Tensors per file, in files of about the requested size.
-        unmodified: The Transformers' model, or None.
         dtype: Dtype of the first floating-point tensor.
     """
 

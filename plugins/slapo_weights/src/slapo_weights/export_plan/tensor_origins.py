@@ -19,8 +19,6 @@ class Origin(NamedTuple):
     """Origin of a tensor.
 
     Args:
-        key: Name of the piece.
-        names: Names of the tensor in the unmodified model.
         is_added: Whether it is a parameter that a step added without declaring its parts.
         is_known: Whether the unmodified model had it; False for buffers that a step added.
         spans: Parts of the piece that it consists of; None for the whole piece.
@@ -33,7 +31,6 @@ class Origin(NamedTuple):
     spans: tuple[Span, ...] | None = None
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """Convert boxes of the piece to boxes of the tensor."""
         return chunks_of(chunks, self.spans)
 
     def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,12 +41,7 @@ class Origin(NamedTuple):
 
 
 def origins(source: ExportSource, held: Iterable[str]) -> list[Origin]:
-    """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``.
-
-    Args:
-        source: The source of the export.
-        held: Names of all ranks' pieces.
-    """
+    """Return the origins of all parameters and of the buffers that some rank holds, in the order of ``state_dict``."""
     names, added, made, there = source.names(), source.added_parameters(), source.made_of(), dict.fromkeys(held)
     first_of = {name: first for first, all_names in added.items() for name in all_names}
     keys = (first_of.get(name, name) for name, is_buffer in source.order() if name in there or not is_buffer)
@@ -73,14 +65,14 @@ def by_written_name(found: Iterable[Origin], unmodified: UnmodifiedModel | None)
     if unmodified is None:
         _refuse([origin for origin in found if origin.is_added])
         return _once((origin.names[0], origin) for origin in found)
-    shapes, left_out = unmodified.shapes(), unmodified.ignored_on_save()
+    shapes, left_out = unmodified.shapes(), set(unmodified.model._keys_to_ignore_on_save or ())
     known = [origin for origin in found if origin.is_added or origin.is_known or origin.key in shapes]
     _refuse([origin for origin in known if origin.is_added and not shapes.keys() >= {*origin.names}])
     kept = unmodified.written_names(origin.names for origin in known)
     names = {name for origin in known for name in origin.names}
     if missing := [name for name in shapes if name not in names and name not in left_out]:
         raise BuildError(
-            f"export_weights: the scheduled model lacks {_listed(missing)} of {unmodified.name}, which a step took out or put "
+            f"export_weights: the scheduled model lacks {_quote(missing)} of {unmodified.name}, which a step took out or put "
             "together with others without saying so (made_of); export a schedule without that step"
         )
     chosen = _once((next((name for name in origin.names if name in kept), origin.names[0]), origin) for origin in known)
@@ -115,11 +107,11 @@ def _once(named: Iterable[tuple[str, Origin]]) -> dict[str, Origin]:
 def _refuse(added: list[Origin]) -> None:
     if added:
         raise BuildError(
-            f"export_weights: {_listed([each.key for each in added])} came in by a step, which does not say what of "
+            f"export_weights: {_quote([each.key for each in added])} came in by a step, which does not say what of "
             "(made_of), and the unmodified model has no tensor of that name; export a schedule without that step"
         )
 
 
-def _listed(names: list[str]) -> str:
+def _quote(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -17,14 +17,7 @@ from .tensor_origins import Origin
 
 
 class PieceDescription(NamedTuple):
-    """A piece without its values.
-
-    Args:
-        full_shape: Shape of the whole tensor.
-        ranges: Ranges that the rank holds, per dimension.
-        dtype: Dtype in which the rank runs it.
-        is_empty: Whether the rank holds no element of it.
-    """
+    """A piece without its values; ``dtype`` is that in which the rank runs it."""
 
     full_shape: tuple[int, ...]
     ranges: tuple[Ranges, ...]
@@ -33,23 +26,16 @@ class PieceDescription(NamedTuple):
 
     @classmethod
     def of(cls, piece: Piece, dtype: torch.dtype) -> PieceDescription:
-        """Describe a piece that runs in this dtype."""
         return cls(tuple(piece.full_shape), piece.ranges, dtype, piece.tensor.numel() == 0)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the boxes of the piece."""
         sizes = [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
         shape = [0] if self.is_empty else sizes
         yield from Piece(torch.empty(shape, device="meta"), self.full_shape, self.ranges).chunks()
 
 
 class SentBox(NamedTuple):
-    """A box that one rank sends.
-
-    Args:
-        place: Index of the rank among the participating ranks.
-        chunk: Position of the box in the piece and in the whole tensor.
-    """
+    """A box that the rank of index ``place`` sends."""
 
     place: int
     chunk: Chunk
@@ -57,14 +43,7 @@ class SentBox(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor that the first rank assembles.
-
-    Args:
-        key: Name of its pieces.
-        shape: Shape without padded rows.
-        dtype: Dtype in which it is sent.
-        parts: Boxes that cover it.
-    """
+    """A tensor, without padded rows, that the first rank assembles of ``parts``. It is sent in ``dtype``."""
 
     key: str
     shape: tuple[int, ...]
@@ -94,20 +73,17 @@ def description_of(name: str, everyone: Sequence[Mapping[str, PieceDescription]]
 def whole_of(
     name: str, origin: Origin, everyone: Sequence[Mapping[str, PieceDescription]], shape: tuple[int, ...], dtype: torch.dtype
 ) -> WholeTensor:
-    """Choose the boxes that cover a tensor within a shape, each from the first rank that has it.
-
-    Args:
-        name: Name of the tensor.
-        origin: Its origin.
-        everyone: Descriptions of all ranks' pieces.
-        shape: Shape without padded rows.
-        dtype: Dtype in which it is sent.
+    """Choose the boxes that cover a tensor within a shape, without padded rows, each from the first rank that has it.
 
     Raises:
         BuildError: the pieces do not cover the tensor.
     """
     held = [(place, own[origin.key].chunks()) for place, own in enumerate(everyone) if origin.key in own]
-    pieces = [(place, [*_kept(origin.chunks(chunks), shape)]) for place, chunks in held]
+    zeros = (0,) * len(shape)
+    pieces = [
+        (place, [part for chunk in origin.chunks(chunks) if (part := chunk.inside(zeros, shape)) is not None])
+        for place, chunks in held
+    ]
     edges = [{0, size} for size in shape]
     for _, chunks in pieces:
         for chunk in chunks:
@@ -118,7 +94,7 @@ def whole_of(
     parts: list[SentBox] = []
     for place, chunks in pieces:
         for chunk in chunks:
-            covered = {cell for cell in left if _inside(cell, chunk)} if left else set()
+            covered = {cell for cell in left if _is_inside(cell, chunk)} if left else set()
             if covered:
                 left -= covered
                 parts.append(SentBox(place, chunk))
@@ -131,15 +107,7 @@ def whole_of(
     return WholeTensor(origin.key, shape, dtype, tuple(parts))
 
 
-def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """Clip the boxes to the shape."""
-    for chunk in chunks:
-        sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
-        if all(size > 0 for size in sizes):
-            yield chunk._replace(sizes=tuple(sizes))
-
-
-def _inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
+def _is_inside(cell: tuple[tuple[int, int], ...], chunk: Chunk) -> bool:
     return all(
         start <= low and high <= start + size for (low, high), start, size in zip(cell, chunk.offset, chunk.sizes, strict=True)
     )

@@ -30,16 +30,11 @@ class LoadedNames(NamedTuple):
 
 
 def load_names(files: WeightFiles, unmodified: UnmodifiedModel | None) -> LoadedNames:
-    """Return the tensors of files by their names in the model.
-
-    Args:
-        files: The files.
-        unmodified: The model before any step; None if it is not a Transformers' model.
-    """
+    """Return the tensors of files by their names in the model; without ``unmodified`` it is not a Transformers' model."""
     whole = {name: TensorView.of(files, name) for name in files.entries}
     if unmodified is None:
         return LoadedNames(whole, frozenset(), ())
-    views, unread = _converted(whole, unmodified.model)
+    views, unread = _convert_tensors(whole, unmodified.model)
     return LoadedNames(views, frozenset(_ignored_names(views, unmodified)), tuple(unread))
 
 
@@ -60,7 +55,7 @@ def _ignored_names(names: Collection[str], unmodified: UnmodifiedModel) -> Itera
     return (name for name in names if name not in own and any(re.search(pattern, name) for pattern in patterns))
 
 
-def _converted(whole: dict[str, TensorView], model: Any) -> tuple[dict[str, TensorView], list[str]]:
+def _convert_tensors(whole: dict[str, TensorView], model: Any) -> tuple[dict[str, TensorView], list[str]]:
     """Convert the tensors as ``from_pretrained`` does; return views by the model's names, and messages on failures.
 
     It follows ``convert_and_load_state_dict_in_model`` of Transformers, on unread tensors.

@@ -18,13 +18,7 @@ Convert = Callable[[Tensors], Mapping[str, torch.Tensor]]
 
 
 class ConversionGroup(NamedTuple):
-    """Tensors that are converted together.
-
-    Args:
-        sources: Names in the model.
-        targets: The tensors in the files.
-        renamed: Whether the only source becomes the only target unchanged.
-    """
+    """Tensors of the model that are converted together; ``renamed``: the only source becomes the only target unchanged."""
 
     sources: tuple[str, ...]
     targets: tuple[TensorEntry, ...]
@@ -39,9 +33,7 @@ def identity_groups(tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup
 def conversion_groups(tensors: Mapping[str, torch.Tensor], convert: Convert) -> list[ConversionGroup]:
     """Return groups in the order of a conversion's results; the conversion runs on meta tensors.
 
-    Args:
-        tensors: Meta tensors by name.
-        convert: A function of any of these groups of tensors.
+    ``convert`` is a function of any of these groups of tensors.
 
     Raises:
         BuildError: the sources of a result cannot be tracked.
@@ -101,7 +93,6 @@ class _SourceTracker(TorchFunctionMode):
         }
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the names of the source tensors."""
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

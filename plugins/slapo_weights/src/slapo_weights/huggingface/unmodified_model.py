@@ -22,11 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class UnmodifiedModel:
-    """The model that a schedule was created for, built from its config on the meta device.
-
-    Args:
-        root: The scheduled model.
-        cls: Its class before any step.
+    """The model that a schedule was created for, of the class ``cls`` before any step, built from its config on meta.
 
     Raises:
         BuildError: it cannot be built from its config, is quantized, or has adapters.
@@ -56,16 +52,11 @@ class UnmodifiedModel:
         if module is None:
             return None
         traced = vars(root).get("_traced_class", type(root))
-        kind = next(each for each in traced.__mro__ if not any(_is_ours(base) for base in each.__mro__))
+        kind = next(each for each in traced.__mro__ if not any(base.__module__.startswith("slapo_") for base in each.__mro__))
         return cls(root, kind) if issubclass(kind, module.PreTrainedModel) else None
 
     def shapes(self) -> Shapes:
-        """Return the shapes of all tensors in ``state_dict``."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-
-    def ignored_on_save(self) -> set[str]:
-        """Return the names that the class does not save."""
-        return set(self.model._keys_to_ignore_on_save or ())
 
     def vocabulary(self) -> set[str]:
         """Return the names of the parameters with a row per token."""
@@ -90,7 +81,6 @@ class UnmodifiedModel:
         return kept
 
     def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[ConversionGroup]:
-        """Return the conversion groups of its tensors, given on the meta device."""
         return conversion_groups(tensors, self.convert)
 
     def convert(self, tensors: Tensors) -> Tensors:
@@ -101,12 +91,7 @@ class UnmodifiedModel:
         return found
 
     def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write ``config.json`` and the other files that ``save_pretrained`` writes with it.
-
-        Args:
-            folder: The folder.
-            dtype: Dtype of the weights.
-        """
+        """Write ``config.json``, with the dtype of the weights, and the other files that ``save_pretrained`` writes with it."""
         if dtype is not None:
             self._config.dtype = str(dtype).split(".")[1]
         self._config.architectures = [self.name]
@@ -117,7 +102,3 @@ class UnmodifiedModel:
         self._config.save_pretrained(folder)
         if self._generation is not None and self.model.can_generate():
             self._generation.save_pretrained(folder)
-
-
-def _is_ours(cls: type) -> bool:
-    return cls.__module__.partition(".")[0].startswith("slapo_")

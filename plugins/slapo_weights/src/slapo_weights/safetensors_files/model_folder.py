@@ -48,7 +48,7 @@ class ModelFolder:
         self.staging = self.path / (_STAGING + number)
         self.staging.mkdir()
         self._files: dict[str, SafetensorsFile] = {}
-        self._names = self._chosen(len(files), number)
+        self._names = self._file_names(len(files), number)
         self._where = {entry.name: name for name, entries in zip(self._names, files, strict=True) for entry in entries}
         self._entries = [entry for entries in files for entry in entries]
         try:
@@ -58,7 +58,7 @@ class ModelFolder:
             self.abort()
             raise
 
-    def _chosen(self, count: int, number: str) -> list[str]:
+    def _file_names(self, count: int, number: str) -> list[str]:
         if count == 1:
             return [SINGLE]
         names = [f"model-{each:05}-of-{count:05}.safetensors" for each in range(1, count + 1)]
@@ -66,15 +66,10 @@ class ModelFolder:
         return [name.replace("model-", f"model-{number}-", 1) for name in names] if taken else names
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """Return the file of a tensor."""
         return self._files[self._where[name]]
 
     def commit(self, parameters: int) -> None:
-        """Sync the files to disk and rename them into place.
-
-        Args:
-            parameters: Total number of elements of the parameters.
-        """
+        """Sync the files to disk and rename them into place; ``parameters`` is the total number of their elements."""
         for file in self._files.values():
             file.close()
         if len(self._names) > 1:
@@ -82,26 +77,24 @@ class ModelFolder:
             index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": self._where}
             (self.staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         for each in self.staging.iterdir():
-            _sync(each)
+            _fsync(each)
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
         others = sorted(each.name for each in self.staging.iterdir() if each.name not in (*self._names, INDEX))
-        with self._without_weights([name for name in others if self._changes(name)]):
+        old = [name for name in others if (self.path / name).exists()]
+        changed = [name for name in old if not filecmp.cmp(self.path / name, self.staging / name, shallow=False)]
+        with self._without_weights(changed):
             for name in [*shards, *others, last]:
                 os.replace(self.staging / name, self.path / name)
         if last == INDEX:
             (self.path / SINGLE).unlink(missing_ok=True)  # it would be read before the index
         else:
             (self.path / INDEX).unlink(missing_ok=True)
-        _sync(self.path)
+        _fsync(self.path)
         for each in self.path.iterdir():
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
         shutil.rmtree(self.staging)
-
-    def _changes(self, name: str) -> bool:
-        """Return whether an existing file gets other content."""
-        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.staging / name, shallow=False)
 
     @contextmanager
     def _without_weights(self, configs: list[str]) -> Iterator[None]:
@@ -120,19 +113,17 @@ class ModelFolder:
             raise
 
     def abort(self) -> None:
-        """Remove the staged files."""
         for file in self._files.values():
             file.abort()
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
 def check_folder(path: str | PathLike[str]) -> None:
-    """Raise ``BuildError`` if the path is a file."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

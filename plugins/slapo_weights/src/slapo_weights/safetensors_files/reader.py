@@ -29,14 +29,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class TensorHeader(NamedTuple):
-    """One tensor of a file.
-
-    Args:
-        path: The file.
-        start: Offset of its bytes in the file.
-        dtype: Dtype of its elements.
-        shape: Its shape; elements are in row-major order.
-    """
+    """One tensor of a file, in row-major order from the byte ``start`` on."""
 
     path: Path
     start: int
@@ -62,7 +55,7 @@ class WeightFiles:
         self.source, self.bytes_read = Path(source), 0
         self.entries: dict[str, TensorHeader] = {}
         entry = _entry(self.source)
-        listed = _listed(entry) if entry.suffix == ".json" else {}
+        listed = _read_index(entry) if entry.suffix == ".json" else {}
         for path in dict.fromkeys(listed.values()) if listed else [entry]:
             if listed and not os.path.exists(path):
                 raise BuildError(f"{entry} names the file {path.name}, which is not beside it")
@@ -100,11 +93,7 @@ class WeightFiles:
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
-        Args:
-            name: Name of the tensor.
-            starts: Start of the box per dimension.
-            sizes: Shape of the box.
-            out: Contiguous tensor of that shape and dtype to read into; default: a new one.
+        ``out`` is a contiguous tensor of that shape and dtype to read into.
 
         Raises:
             BuildError: the file cannot be read, or ends too early.
@@ -117,7 +106,7 @@ class WeightFiles:
         try:
             with open(entry.path, "rb", buffering=0) as file:
                 at = 0
-                for start, size in _runs(entry.shape, starts, sizes, entry.dtype.itemsize):
+                for start, size in _byte_runs(entry.shape, starts, sizes, entry.dtype.itemsize):
                     _fill(file, buffer[at : at + size], entry.start + start)
                     at += size
         except OSError as err:
@@ -126,7 +115,7 @@ class WeightFiles:
         return result
 
 
-def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
+def _byte_runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length in bytes of each contiguous run of a box."""
     split = len(shape)
     while split and starts[split - 1] == 0 and sizes[split - 1] == shape[split - 1]:
@@ -179,7 +168,7 @@ def _entry(source: Path) -> Path:
 _CONVERT = "convert it with Transformers' from_pretrained and save_pretrained"
 
 
-def _listed(index: Path) -> dict[str, Path]:
+def _read_index(index: Path) -> dict[str, Path]:
     """Return tensor name to file, from an index."""
     try:
         table = json.loads(index.read_text())["weight_map"]

@@ -38,13 +38,7 @@ DTYPES = {
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a file.
-
-    Args:
-        name: Its name in the file.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """A tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,12 +58,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file whose header is written first, and its tensors later.
-
-    Args:
-        path: Path of the file.
-        tensors: All its tensors; the widest dtypes come first in the file, so that elements are aligned.
-    """
+    """A file whose header is written first, and its tensors later, the widest dtypes first so that all are aligned."""
 
     def __init__(self, path: Path, tensors: Iterable[TensorEntry]) -> None:
         self._places: dict[str, tuple[int, TensorEntry]] = {}

@@ -23,7 +23,6 @@ class Box:
     """A box of a tensor in a file, and its position in the view.
 
     Args:
-        name: Name of the tensor in the file.
         starts: Start of the box in that tensor, per dimension of it.
         at: Start of the box in the view, per dimension of the view.
         sizes: Shape of the box in the view.
@@ -36,11 +35,11 @@ class Box:
     sizes: tuple[int, ...]
     dims: tuple[int | None, ...]
 
-    def moved(self, dim: int, by: int) -> Box:
+    def shift(self, dim: int, by: int) -> Box:
         """Return the box shifted along a dimension of the view."""
         return replace(self, at=(*self.at[:dim], self.at[dim] + by, *self.at[dim + 1 :]))
 
-    def clipped(self, dim: int, start: int, stop: int) -> Box | None:
+    def clip(self, dim: int, start: int, stop: int) -> Box | None:
         """Return the part of the box in a range of a dimension, relative to the range; None if it is empty."""
         low, high = max(start, self.at[dim]), min(stop, self.at[dim] + self.sizes[dim])
         if low >= high:
@@ -49,7 +48,7 @@ class Box:
         if of is not None:
             starts[of] += low - self.at[dim]
         sizes = (*self.sizes[:dim], high - low, *self.sizes[dim + 1 :])
-        return replace(self, starts=tuple(starts), sizes=sizes).moved(dim, low - start - self.at[dim])
+        return replace(self, starts=tuple(starts), sizes=sizes).shift(dim, low - start - self.at[dim])
 
     def read(self, files: WeightFiles, out: torch.Tensor) -> None:
         """Read its values into its position in ``out``, a tensor of the view's shape."""
@@ -84,20 +83,14 @@ class Box:
         step = max(1, self.sizes[dim] * _COPIED // size)
         for start in range(0, self.sizes[dim], step):
             low = self.at[dim] + start
-            part = self.clipped(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
+            part = self.clip(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
             assert part is not None
-            yield part.moved(dim, low)
+            yield part.shift(dim, low)
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero.
-
-    Args:
-        shape: Shape of the tensor.
-        dtype: Dtype in the file.
-        boxes: Its boxes.
-    """
+    """A lazy tensor of boxes that do not overlap; elements outside all boxes are zero."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -112,43 +105,41 @@ class TensorView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors in the files."""
         return tuple(dict.fromkeys(box.name for box in self.boxes))
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorView:
         """Return a range along a dimension."""
-        boxes = tuple(part for box in self.boxes if (part := box.clipped(dim, start, stop)) is not None)
+        boxes = tuple(part for box in self.boxes if (part := box.clip(dim, start, stop)) is not None)
         return replace(self, shape=(*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), boxes=boxes)
 
     def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> TensorView:
         """Return the concatenated ranges along a dimension."""
-        return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
+        return concatenate([self.narrow(dim, start, stop) for start, stop in ranges], dim)
 
-    def transposed(self, first: int, second: int) -> TensorView:
-        """Return the view with two dimensions swapped."""
+    def transpose(self, first: int, second: int) -> TensorView:
         order = list(range(len(self.shape)))
         order[first], order[second] = order[second], order[first]
-        return self._ordered(order)
+        return self._permute(order)
 
-    def unsqueezed(self, dim: int) -> TensorView:
+    def unsqueeze(self, dim: int) -> TensorView:
         """Return the view with a new dimension of size 1."""
         dim %= len(self.shape) + 1
         boxes = tuple(
-            replace(box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=_with(box.dims, dim, None))
+            replace(box, at=_put(box.at, dim, 0), sizes=_put(box.sizes, dim, 1), dims=_put(box.dims, dim, None))
             for box in self.boxes
         )
-        return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
+        return replace(self, shape=_put(self.shape, dim, 1), boxes=boxes)
 
-    def squeezed(self, dim: int) -> TensorView:
+    def squeeze(self, dim: int) -> TensorView:
         """Return the view without a dimension of size 1."""
         dim %= len(self.shape)
         boxes = tuple(
-            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=_without(box.dims, dim))
+            replace(box, at=_remove(box.at, dim), sizes=_remove(box.sizes, dim), dims=_remove(box.dims, dim))
             for box in self.boxes
         )
-        return replace(self, shape=_without(self.shape, dim), boxes=boxes)
+        return replace(self, shape=_remove(self.shape, dim), boxes=boxes)
 
-    def reshaped(self, shape: Sequence[int]) -> TensorView:
+    def reshape(self, shape: Sequence[int]) -> TensorView:
         """Return the view in another shape, in row-major order; -1 is the size that fits.
 
         A dimension that is split or merged becomes several boxes.
@@ -166,32 +157,29 @@ class TensorView:
         view = self
         for dim, size in enumerate(sizes):
             while dim < len(view.shape) - 1 and size % view.shape[dim] == 0 and view.shape[dim] < size:
-                view = view._merged(dim)
+                view = view._merge_dims(dim)
             if dim == len(view.shape):
-                view = view.unsqueezed(dim)
+                view = view.unsqueeze(dim)
             elif view.shape[dim] != size:
                 view = view._split(dim, size)
         while len(view.shape) > len(sizes):
-            view = view.squeezed(-1)
+            view = view.squeeze(-1)
         return view
 
-    def _merged(self, dim: int) -> TensorView:
-        """Merge a dimension with the next."""
+    def _merge_dims(self, dim: int) -> TensorView:
         inner = self.shape[dim + 1]
         if inner == 1:
-            return self.squeezed(dim + 1)
+            return self.squeeze(dim + 1)
         boxes = []
         for box in self.boxes:
             for outer in range(box.at[dim], box.at[dim] + box.sizes[dim]):
-                part = box.clipped(dim, outer, outer + 1)
+                part = box.clip(dim, outer, outer + 1)
                 assert part is not None
-                part = part.moved(dim + 1, outer * inner)
+                part = part.shift(dim + 1, outer * inner)
                 boxes.append(
-                    replace(part, at=_without(part.at, dim), sizes=_without(part.sizes, dim), dims=_without(part.dims, dim))
+                    replace(part, at=_remove(part.at, dim), sizes=_remove(part.sizes, dim), dims=_remove(part.dims, dim))
                 )
-        return replace(
-            self, shape=_with(_without(_without(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,)
-        )
+        return replace(self, shape=_put(_remove(_remove(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,))
 
     def _split(self, dim: int, size: int) -> TensorView:
         """Split a dimension into one of a size and the rest."""
@@ -201,18 +189,16 @@ class TensorView:
         boxes = []
         for box in self.boxes:
             for outer in range(box.at[dim] // inner, -(-(box.at[dim] + box.sizes[dim]) // inner)):
-                part = box.clipped(dim, outer * inner, (outer + 1) * inner)
+                part = box.clip(dim, outer * inner, (outer + 1) * inner)
                 assert part is not None
                 boxes.append(
-                    replace(
-                        part, at=_with(part.at, dim, outer), sizes=_with(part.sizes, dim, 1), dims=_with(part.dims, dim, None)
-                    )
+                    replace(part, at=_put(part.at, dim, outer), sizes=_put(part.sizes, dim, 1), dims=_put(part.dims, dim, None))
                 )
-        return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
+        return replace(self, shape=_put(_put(_remove(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
-    def padded(self, size: int, dim: int = 0) -> TensorView:
+    def pad(self, size: int, dim: int = 0) -> TensorView:
         """Return the view padded with zeros to a size along a dimension."""
-        return replace(self, shape=_with(_without(self.shape, dim), dim, size))
+        return replace(self, shape=_put(_remove(self.shape, dim), dim, size))
 
     def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
         """Read the tensor to the CPU; only its own bytes are read."""
@@ -222,7 +208,7 @@ class TensorView:
             box.read(files, out)
         return out
 
-    def _ordered(self, order: Sequence[int]) -> TensorView:
+    def _permute(self, order: Sequence[int]) -> TensorView:
         def of(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(values[dim] for dim in order)
 
@@ -232,7 +218,7 @@ class TensorView:
         return replace(self, shape=of(self.shape), boxes=boxes)
 
 
-def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
+def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
     """Concatenate views along a dimension.
 
     Raises:
@@ -240,27 +226,22 @@ def concatenated(views: Sequence[TensorView], dim: int) -> TensorView:
     """
     first = views[0]
     dim %= len(first.shape)
-    if any(each.dtype is not first.dtype or _without(each.shape, dim) != _without(first.shape, dim) for each in views):
+    if any(each.dtype is not first.dtype or _remove(each.shape, dim) != _remove(first.shape, dim) for each in views):
         told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
         raise ValueError(f"tensors of {told} do not go together")
     stops = [*accumulate(each.shape[dim] for each in views)]
-    boxes = tuple(_moved(views, stops, dim))
+    boxes = tuple(box.shift(dim, stop - each.shape[dim]) for each, stop in zip(views, stops, strict=True) for box in each.boxes)
     return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
 
 
-def stacked(views: Sequence[TensorView], dim: int) -> TensorView:
+def stack(views: Sequence[TensorView], dim: int) -> TensorView:
     """Stack views along a new dimension."""
-    return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
+    return concatenate([each.unsqueeze(dim) for each in views], dim % (len(views[0].shape) + 1))
 
 
-def _moved(views: Sequence[TensorView], stops: Sequence[int], dim: int) -> Iterator[Box]:
-    for each, stop in zip(views, stops, strict=True):
-        yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
-
-
-def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
+def _put(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
     return (*values[:at], value, *values[at:])
 
 
-def _without(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
+def _remove(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
     return (*values[:at], *values[at + 1 :])

@@ -9,7 +9,7 @@ import torch
 
 from slapo_core import ScheduleError, parameter_facts
 
-from .box_view import TensorView, concatenated
+from .box_view import TensorView, concatenate
 
 _ATTRIBUTE = "slapo_made_of"
 
@@ -85,5 +85,5 @@ def view_of(made: FusedParts, views: Mapping[str, TensorView]) -> TensorView:
     Raises:
         ValueError: the parts differ in dtype or shape.
     """
-    view = concatenated([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
-    return view if made.padded is None else view.padded(made.padded, made.dim)
+    view = concatenate([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
+    return view if made.padded is None else view.pad(made.padded, made.dim)

@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 
-from .box_view import TensorView, concatenated, stacked
+from .box_view import TensorView, concatenate, stack
 
 
 class UnreadTensor:
-    """A tensor of files that has not been read; ``isinstance`` takes it for a ``torch.Tensor``.
-
-    Args:
-        source: Its view.
-    """
+    """A tensor of files that has not been read; ``isinstance`` takes it for a ``torch.Tensor``."""
 
     def __init__(self, source: TensorView) -> None:
         self.source = source
@@ -34,31 +30,26 @@ class UnreadTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor."""
         return torch.Size(self.source.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the file."""
         return self.source.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.source.shape)
 
     def reshape(self, *shape: Any) -> UnreadTensor:
         """Return the tensor in another shape, given as one argument or as several."""
-        return UnreadTensor(self.source.reshaped(shape if isinstance(shape[0], int) else shape[0]))
+        return UnreadTensor(self.source.reshape(shape if isinstance(shape[0], int) else shape[0]))
 
     view = reshape
 
     def transpose(self, dim0: int, dim1: int) -> UnreadTensor:
-        """Return the tensor with two dimensions swapped."""
         return _transpose(self, dim0, dim1)
 
     def size(self, dim: int) -> int:
-        """Return the size along a dimension."""
         return self.source.shape[dim]
 
     def contiguous(self) -> UnreadTensor:
@@ -67,22 +58,14 @@ class UnreadTensor:
 
     def squeeze(self, dim: int) -> UnreadTensor:
         """Return the tensor without the dimension if its size is 1."""
-        return UnreadTensor(self.source.squeezed(dim)) if self.source.shape[dim] == 1 else self
+        return UnreadTensor(self.source.squeeze(dim)) if self.source.shape[dim] == 1 else self
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name}, which needs the whole tensor")
 
 
-def _cat(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(concatenated([each.source for each in tensors], dim))
-
-
-def _stack(tensors: Sequence[UnreadTensor], dim: int = 0) -> UnreadTensor:
-    return UnreadTensor(stacked([each.source for each in tensors], dim))
-
-
 def _transpose(tensor: UnreadTensor, dim0: int, dim1: int) -> UnreadTensor:
-    return UnreadTensor(tensor.source.transposed(dim0, dim1))
+    return UnreadTensor(tensor.source.transpose(dim0, dim1))
 
 
 def _split(tensor: UnreadTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[UnreadTensor, ...]:
@@ -99,8 +82,8 @@ def _chunk(tensor: UnreadTensor, chunks: int, dim: int = 0) -> tuple[UnreadTenso
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    torch.cat: _cat,
-    torch.stack: _stack,
+    torch.cat: lambda tensors, dim=0: UnreadTensor(concatenate([each.source for each in tensors], dim)),
+    torch.stack: lambda tensors, dim=0: UnreadTensor(stack([each.source for each in tensors], dim)),
     torch.transpose: _transpose,
     torch.split: _split,
     torch.chunk: _chunk,

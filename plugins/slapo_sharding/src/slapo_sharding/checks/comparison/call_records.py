@@ -50,13 +50,7 @@ class CallRecords:
 
 
 def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
-    """Return the line of the first tensor that is no shard of the whole value's. Collective over the group.
-
-    Args:
-        parts: The run on this rank's shards.
-        whole: The run on whole values.
-        group: The ranks that have shards.
-    """
+    """Return the line of the first tensor that is no shard of the whole run's. Collective over the group."""
     gathered: list[list[Record]] = gather_objects(parts.made, None, group)
     everywhere = [list(made) for made in zip(*gathered, strict=False)]
     line = "an unknown line"
@@ -69,15 +63,15 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
         total = sum(each.power for each in made)
         if made[0].shape == expected.shape:
             total /= len(made)
-            fits = all(_near(each.power, expected.power) for each in made)
+            fits = all(_is_near(each.power, expected.power) for each in made)
         else:
             fits = _is_part(made[0].shape, expected.shape, len(made))
-        if not fits or not _near(total, expected.power):
+        if not fits or not _is_near(total, expected.power):
             return line
     return line
 
 
-def _near(one: float, other: float) -> bool:
+def _is_near(one: float, other: float) -> bool:
     return abs(one - other) <= _NEAR * max(abs(one), abs(other))
 
 

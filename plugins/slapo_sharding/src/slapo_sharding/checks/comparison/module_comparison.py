@@ -78,9 +78,8 @@ class RecordedCall:
     def is_same_on_ranks(self, group: Group) -> bool:
         """Return whether all ranks make the same call, by sums of the inputs. Collective over the group."""
         with torch.no_grad(), no_modes():
-            sums = [
-                (tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in _tensors(self.given) if _is_real(x)
-            ]
+            real = [x for x in _tensors(self.given) if x.layout is torch.strided and not (x.is_complex() or x.is_nested)]
+            sums = [(tuple(x.shape), x.dtype, float(x.double().nan_to_num().sum())) for x in real]
         return len(set(gather_objects(repr(sums), None, group))) == 1
 
     def rerun(self, rerun: Rerun) -> list[torch.Tensor]:
@@ -122,23 +121,17 @@ class ModuleComparison:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         """Record the call of a module; return the record if the call may have to be repeated."""
-        if module not in self.inside or split_of(module) is not None or not self._uncovered(module):
+        if module not in self.inside or split_of(module) is not None or not self._unchecked_modules(module):
             return None
         return RecordedCall(module, args, kwargs)
 
     def leave(self, call: RecordedCall, output: Any, known: Any, around: Iterable[nn.Module]) -> tuple[str, str] | None:
-        """Compare a module that has returned. Collective over its group.
+        """Compare a module that has returned; return the line of the first difference and the reason, or None.
 
-        Args:
-            call: Record of the call.
-            output: Its result.
-            known: Layout of each tensor that is not replicated.
-            around: The modules that are still running.
-
-        Returns:
-            The line of the first difference and the reason, or None.
+        ``known`` has the layout of each tensor that is not replicated; ``around`` are the modules that still run. Collective
+        over the group of the call.
         """
-        module, layers = call.module, self._uncovered(call.module)
+        module, layers = call.module, self._unchecked_modules(call.module)
         results, is_root = [known.get(x, SAME) for x in _tensors(output)], call.module in self.roots
         if not layers or not results or any(x in known for x in call.originals):
             return None
@@ -157,13 +150,12 @@ class ModuleComparison:
             _skip(call, "its results cannot be compared")
             return None
         self.covered |= layers
-        return None if verdict == _EQUAL else self._explained(call, group)
+        return None if verdict == _EQUAL else self._explain_difference(call, group)
 
-    def _uncovered(self, module: nn.Module) -> set[nn.Module]:
+    def _unchecked_modules(self, module: nn.Module) -> set[nn.Module]:
         """Return the modules inside with sharded outputs that neither a trace nor a comparison has covered."""
-        return {
-            each for each in module.modules() if _returns_parts(each) and each not in self.covered and not counts_verified(each)
-        }
+        parts = filter(_returns_parts, module.modules())
+        return {each for each in parts if each not in self.covered and not counts_verified(each)}
 
     def _verdict(self, call: RecordedCall, results: Sequence[Any], num_layers: int, group: Group) -> int:
         """Return this rank's verdict on the call."""
@@ -185,12 +177,12 @@ class ModuleComparison:
         pairs = [(part, x) for part, x in zip(parts, owns, strict=True) if x is not None and part.shape == x.shape]
         if not pairs:
             return _UNKNOWN
-        call.is_multiple = all(_near(part, x * collectives.num_ranks(group), near) for part, x in pairs)
-        if all(_near(part, x, near) for part, x in pairs):
+        call.is_multiple = all(_is_near(part, x * collectives.num_ranks(group), near) for part, x in pairs)
+        if all(_is_near(part, x, near) for part, x in pairs):
             return _EQUAL if len(pairs) == len(parts) or call.module in self.roots else _UNKNOWN
         return _UNKNOWN if has_drawn else _DIFFERENT
 
-    def _explained(self, call: RecordedCall, group: Group) -> tuple[str, str]:
+    def _explain_difference(self, call: RecordedCall, group: Group) -> tuple[str, str]:
         """Repeat the call once more; return the line of the first difference and the reason."""
         parts, whole = CallRecords(), CallRecords()
         for records in (parts, whole):
@@ -201,13 +193,9 @@ class ModuleComparison:
         return line, _SUMMED_TWICE if call.is_multiple and _reduces(call.module) else _DIFFERS_FROM_WHOLE
 
 
-def _is_real(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_complex() and not x.is_nested
-
-
 def _returns_parts(module: nn.Module) -> bool:
     applied = split_of(module)
-    if applied is not None and applied.cut.output == "sharded" and not applied.gathered:
+    if applied is not None and applied.returns_shard:
         return not any(sync.op in _GATHERING for sync in syncs_of(module, "fwd_post"))
     return any(sync.op in _CUTTING for sync in syncs_of(module) if sync.mode in ("fwd_pre", "fwd_post"))
 
@@ -254,7 +242,7 @@ def _tolerance(module: nn.Module, results: Iterable[torch.Tensor]) -> float:
     return max(1e-4, 4 * eps)
 
 
-def _near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
+def _is_near(part: torch.Tensor, whole: torch.Tensor, near: float) -> bool:
     """Return whether two results are equal up to rounding."""
     if not (whole.is_floating_point() or whole.is_complex()):
         return bool((part != whole).float().mean() <= _FEW) if whole.numel() else True

@@ -62,11 +62,7 @@ class Rerun(TorchFunctionMode):
         self.has_drawn = False
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module.
-
-        Raises:
-            NotComparable: the module's own code communicates.
-        """
+        """Call the module; raise ``NotComparable`` if its own code communicates."""
         inside, before = list(module.modules()), rng_state()
         group = next((applied.spec.group for each in inside if (applied := split_of(each)) is not None), None)
         try:
@@ -77,14 +73,14 @@ class Rerun(TorchFunctionMode):
                     stack.enter_context(original_sizes.original_sizes(inside))
                     stack.enter_context(_Communication(self, group))
                 stack.enter_context(self)
-                return self.inside(module, args, kwargs)
+                return self.run_inner_module(module, args, kwargs)
         finally:
             after = rng_state()
             self.has_drawn = not (_same(before.devices, after.devices) and before.tracked.keys() == after.tracked.keys())
             self.has_drawn |= not all(_same(states, after.tracked[name]) for name, states in before.tracked.items())
             set_rng_state(before)
 
-    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_inner_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module inside the forward."""
         applied = split_of(module)
         if applied is None:
@@ -95,7 +91,8 @@ class Rerun(TorchFunctionMode):
             if not self.is_whole:
                 return self.call(module, *args, **kwargs)
             if applied.cut.input == "sharded":
-                args, kwargs = map_first_input(lambda x: _local_input(x, applied), args, kwargs)
+                local = lambda x: _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)  # noqa: E731
+                args, kwargs = map_first_input(local, args, kwargs)
             return _gathered_output(module, applied, args, kwargs, self.call(module, *args, **kwargs))
         finally:
             self.in_layer -= 1
@@ -105,15 +102,12 @@ class Rerun(TorchFunctionMode):
         if not self.in_layer and name_of(func) in _DROPOUTS and args:
             return args[0]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, **_no_dropout(kwargs)}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if not self.in_layer:
             self.note(func, result)
         return result
-
-
-def _no_dropout(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
 
 
 class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -134,20 +128,16 @@ class _Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.group is None or self.group in unboxed or self.group.group_name in names
 
 
-def _local_input(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
-    return _shard_layout(applied, x, x.shape[applied.cut.dim]).local(x)
-
-
 def _gathered_output(module: nn.Module, applied: AppliedCut, args: Any, kwargs: Any, output: Any) -> Any:
     """Return the output of a layer, gathered or reduced to that of the unmodified layer."""
     if applied.cut.output == "sharded":
-        return map_output(lambda x: _gathered(x, applied), output)
+        return map_output(lambda x: _gather_output(x, applied), output)
     if any(isinstance(sync, BackendSync) and sync.mode == "fwd_post" for sync in module._forward_hooks.values()):
         return output
     return Sync("fwd_post", "all_reduce", group=applied.spec.group)(module, args, kwargs, output)
 
 
-def _gathered(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
+def _gather_output(x: torch.Tensor, applied: AppliedCut) -> torch.Tensor:
     spec, dim = applied.spec, applied.cut.dim % x.dim()
     is_known = x.shape[dim] == spec.sizes[spec.rank] and not applied.cut.parts
     whole = spec.full_shape[spec.dim] if is_known else x.shape[dim] * spec.num_shards

@@ -23,18 +23,10 @@ _OF_CLASSES = frozenset("cross_entropy nll_loss multi_margin_loss".split())
 
 
 def probe(call: OpCall, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
-    """Return how the results of ranks on random shards relate to the global result.
+    """Return the dimension along which each result is sharded, None for a replicated one; empty if no probe is possible.
 
-    Args:
-        call: The call of one rank.
-        attempt: Arguments for the global values.
-        numbers: Index to tensor, of the untracked arguments.
-
-    Returns:
-        The dimension along which each result is sharded, None for a replicated result; empty if the probe is not possible.
-
-    Raises:
-        MixesShards: the results of ranks are no shards of the global result.
+    ``attempt`` has the arguments for the global values, and ``numbers`` the untracked arguments by index. Raises
+    ``MixesShards`` if the results of ranks on random shards are no shards of the global result.
     """
     of, generator = call.of, torch.Generator().manual_seed(0)
     free = [given for given in numbers.values() if not isinstance(given, nn.Parameter)]
@@ -57,13 +49,8 @@ def _shares_of_ones(call: OpCall) -> list[list[float]]:
     Fractions of 0 and 1 distinguish a local ``any``, ``all`` or first one from the global result.
     """
     ranks = range(call.of.ranks)
-    anyhow, first, last = (
-        [0.5 for _ in ranks],
-        [float(rank == 0) for rank in ranks],
-        [float(rank == ranks[-1]) for rank in ranks],
-    )
-    layouts = [leaf for leaf in call.leaves if isinstance(leaf, Layout)]
-    return [anyhow] if all(map(is_continuous, layouts)) else [anyhow, first, last]
+    cases = [[0.5 for _ in ranks], [float(rank == 0) for rank in ranks], [float(rank == ranks[-1]) for rank in ranks]]
+    return cases[:1] if all(is_continuous(leaf) for leaf in call.leaves if isinstance(leaf, Layout)) else cases
 
 
 def _arguments(
@@ -136,13 +123,10 @@ def _dim_of(draws: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> int | N
     if all(_same(expected, part) for expected, found in draws for part in found):
         return None
     for dim in range(min(expected.dim() for expected, _ in draws)):
-        if all(_are_parts(expected.chunk(len(found), dim), found) for expected, found in draws):
+        chunks = [(expected.chunk(len(found), dim), found) for expected, found in draws]
+        if all(len(parts) == len(found) and all(map(_same, parts, found)) for parts, found in chunks):
             return dim
     raise MixesShards
-
-
-def _are_parts(parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
-    return len(parts) == len(found) and all(map(_same, parts, found))
 
 
 def _same(whole: torch.Tensor, part: torch.Tensor) -> bool:

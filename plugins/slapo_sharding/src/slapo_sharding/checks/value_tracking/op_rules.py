@@ -98,7 +98,7 @@ class OpCall:
     def contracts(self) -> bool:
         """True if the call is a product that contracts a sharded dimension."""
         args, _ = pytree.tree_unflatten(list(self.leaves), self.spec)
-        products = _contracted(self.name, args)
+        products = _contracted_dims(self.name, args)
         return any(isinstance(value, Layout) and value.placement and value.dim == dim for value, dim in products)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -117,10 +117,6 @@ class OpCall:
 
 def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
     """Return the layouts of the results in order; missing ones are unknown.
-
-    Args:
-        call: The call.
-        numbers: Index to tensor, of the untracked arguments.
 
     Raises:
         MixesShards: the function needs other ranks' shards.
@@ -153,7 +149,8 @@ def cached_layouts(call: OpCall) -> Sequence[Outcome] | UndecidedByRules:
         return _outcomes(value, call)
     if fits or summed:
         return ()
-    is_given_numbers = any(_is_plain(leaf) for leaf in call.leaves)
+    numbers = (torch.Tensor, Layout)
+    is_given_numbers = any(isinstance(leaf, numbers) and getattr(leaf, "placement", None) is None for leaf in call.leaves)
     return UndecidedByRules(tuple(moved)) if is_given_numbers else probe_call(call, moved, {})
 
 
@@ -185,7 +182,7 @@ def _by_rules(call: OpCall, run: Callable[[OpCall, Sequence[Any]], Any]) -> tupl
         warnings.simplefilter("ignore")
         for attempt in call.attempts():
             try:
-                made.append((attempt, run(call, [_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, run(call, [_rule_argument(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
                 moved += [attempt] if any(word in str(err) for word in REDISTRIBUTION_WORDS) else []
     return made, moved
@@ -199,11 +196,7 @@ def _in_two_steps(call: OpCall, leaves: Sequence[Any]) -> Any:
 
 
 def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
-    """Decide by a numeric probe whether ranks compute shards of the global result.
-
-    Raises:
-        MixesShards: they do not.
-    """
+    """Decide by a numeric probe if ranks compute shards of the global result; raise ``MixesShards`` if they do not."""
     dims: list[int | None] = []
     picks = call.name in PICKS | {"__getitem__"}
     if picks and min(len(shape) for shape, _ in call.results) < len(call.of.shape):
@@ -219,16 +212,12 @@ def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, tor
     return [SAME if dim is None else dim for dim in dims]
 
 
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, Layout) and leaf.placement is None)
-
-
 def _is_sum(placement: Placement) -> bool:
     """Return whether a value of this placement is complete, or becomes complete by a sum over the ranks."""
     return not placement.is_partial() or (type(placement) is Partial and placement.reduce_op == "sum")
 
 
-def _for_rules(leaf: Any, mesh: Any) -> Any:
+def _rule_argument(leaf: Any, mesh: Any) -> Any:
     if isinstance(leaf, Layout):
         return leaf.empty(mesh)
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
@@ -253,7 +242,7 @@ def _outcomes(made: Any, call: OpCall) -> list[Outcome]:
     return found
 
 
-def _contracted(name: str, args: Any) -> list[tuple[Any, int]]:
+def _contracted_dims(name: str, args: Any) -> list[tuple[Any, int]]:
     """Return the factors of a product and the contracted dimension of each."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
     if name not in _PRODUCTS or not all(isinstance(factor, (Layout, torch.Tensor)) for factor in (left, right)):

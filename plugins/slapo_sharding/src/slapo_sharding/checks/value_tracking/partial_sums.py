@@ -32,18 +32,10 @@ def partial_value(x: torch.Tensor, ranks: int) -> Layout:
 
 
 def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
-    """Return the layouts of the results of a torch function of partial values.
+    """Return the layout of each result of a torch function of partial values, or ``same`` for a replicated one.
 
-    Args:
-        call: The call of one rank.
-        numbers: Index to tensor, of the untracked arguments.
-        same: Marker of a replicated result.
-
-    Returns:
-        The layout of each result, or ``same``; empty if the probe is not possible.
-
-    Raises:
-        MixesShards: the results of the partial values do not add up to the result of the sum.
+    The result is empty if no probe is possible. ``numbers`` are the untracked arguments by index. Raises ``MixesShards`` if the
+    results of the partial values do not add up to the result of the sum.
     """
     layouts = [leaf for leaf in call.leaves if isinstance(leaf, Layout) and leaf.placement is not None]
     if "c10d" in str(call.func):  # the model's own collective may be the reduction
@@ -58,9 +50,9 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor], same: str) 
         cases.append([(whole, parts) for whole, *parts in zip(*results, strict=True)])
     found: list[Layout | str] = []
     for draws in zip(*cases, strict=True):
-        if all(_near(whole, part) for whole, parts in draws for part in parts):
+        if all(_is_near(whole, part) for whole, parts in draws for part in parts):
             found.append(same)
-        elif all(is_continuous(whole) and _near(whole, sum(parts)) for whole, parts in draws):
+        elif all(is_continuous(whole) and _is_near(whole, sum(parts)) for whole, parts in draws):
             found.append(partial_value(draws[0][0], call.of.ranks))
         else:
             raise MixesShards(
@@ -88,11 +80,7 @@ def _arguments(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: tor
 
 
 def _results(call: OpCall, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
-    """Return the result tensors of each call; empty if one fails. All calls draw the same random numbers.
-
-    Raises:
-        MixesShards: the function draws inside ``fork_rng``, where ranks draw different numbers.
-    """
+    """Return the results of each call, with equal random draws; empty if one fails. Inside ``fork_rng``, a draw is an error."""
     devices = {call.of.device} if call.of.device.type == "cuda" else set()
     results, drawn = [], False
     try:
@@ -113,7 +101,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
-def _near(whole: torch.Tensor, other: Any) -> bool:
+def _is_near(whole: torch.Tensor, other: Any) -> bool:
     """Return whether two results are equal up to rounding of the largest values that were added."""
     if whole.shape != other.shape or not is_continuous(whole):
         return whole.shape == other.shape and torch.equal(whole, other)

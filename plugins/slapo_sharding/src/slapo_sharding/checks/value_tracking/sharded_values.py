@@ -39,7 +39,7 @@ from .numeric_probe import MixesShards
 from .op_rules import GIVEN_SIZES, PICKS, SAME, OpCall, Outcome, Slice, result_layouts
 from .partial_sums import REDUCE, partial_value
 from .rng_agreement import GeneratorSnapshot
-from .tracked_value import Layout, TrackedValue, sharded, tensors_in, untracked
+from .tracked_value import Layout, TrackedValue, sharded_layout, tensors_in, untracked_layout
 
 _GATHER = (
     "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, leave it whole too, "
@@ -80,11 +80,7 @@ class ShardedValues:
         """Tensor to its ``TrackedValue``, to an error if its value is wrong, or to None if unknown; others are replicated."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the input of a called module.
-
-        Raises:
-            BuildError: the module is sharded and its input has another layout.
-        """
+        """Check the input of a called module; raise ``BuildError`` if the module is sharded and needs another layout."""
         applied, x = split_of(module), first_input(args, kwargs)
         value = self.known.get(x) if x is not None else None
         if not self.checks_values or applied is None or x is None or value is None or any(syncs_of(module, "fwd_pre")):
@@ -92,16 +88,16 @@ class ShardedValues:
         if isinstance(value, BuildError):
             raise value
         if value.is_partial:
-            raise self._mixed(value, f"a {type(module).__name__} that is split is given a part of a sum", REDUCE)
+            raise self._value_error(value, f"a {type(module).__name__} that is split is given a part of a sum", REDUCE)
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
-            raise self._mixed(value, f"a {kind} that is split along its output is given a part of its input")
+            raise self._value_error(value, f"a {kind} that is split along its output is given a part of its input")
         if type(value.layout.placement) is not Shard:
-            raise self._mixed(value, f"a {kind} that is split is given parts in another order")
+            raise self._value_error(value, f"a {kind} that is split is given parts in another order")
         expected = applied.cut.dim % x.dim(), _blocks(applied)
         if (found := (value.layout.dim, blocks)) != expected:
             given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in (found, expected))
-            raise self._mixed(value, f"a {kind} that is split in {wanted} is given {given}")
+            raise self._value_error(value, f"a {kind} that is split in {wanted} is given {given}")
 
     def track_scattered_input(self, module: nn.Module) -> list[RemovableHandle]:
         """Track the shard that a sync makes of the module's input, by a hook to be removed when the module has returned."""
@@ -123,17 +119,17 @@ class ShardedValues:
         applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
         if any(sync.op in _CHANGING for sync in syncs):
             self._set_unknown(output)
-        for known in self._of(_tensors(output)) if last else ():
+        for known in self._known_values(_tensors(output)) if last else ():
             if isinstance(known, BuildError):
                 raise known
             if self.checks_values and is_whole and known is not None and known.is_partial:
-                raise self._mixed(known, "it returns a part of a sum that nobody adds up", REDUCE)
+                raise self._value_error(known, "it returns a part of a sum that nobody adds up", REDUCE)
         if syncs:
             if syncs[-1].op in _CUTTING:
                 map_output(partial(self._track_scattered, module, syncs[-1]), output)
         elif applied is not None and applied.cut.output == "partial":
             map_output(partial(self._track_partial, module, applied.spec), output)
-        elif applied is not None and not applied.gathered and applied.cut.output == "sharded":
+        elif applied is not None and applied.returns_shard:
             map_output(partial(self._track_output, module, applied), output)
 
     def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +138,9 @@ class ShardedValues:
             self.known[x] = None
         else:
             blocks = tuple(block // ranks for block in _blocks(applied))
-            self.known[x] = TrackedValue(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group)
+            self.known[x] = TrackedValue(
+                sharded_layout(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group
+            )
         return x
 
     def _track_partial(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
@@ -152,24 +150,20 @@ class ShardedValues:
     def _track_scattered(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
         """Track the shard that a sync has made, for example of the sequence."""
         assert sync.axis is not None
-        self.known[x] = TrackedValue(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
+        self.known[x] = TrackedValue(sharded_layout(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
         return x
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Check and return a value that a sync is about to reduce.
-
-        Raises:
-            BuildError: the value is wrong.
-        """
+        """Return a value that a sync is about to reduce; raise ``BuildError`` if it is wrong."""
         if isinstance(known := self.known.get(x), BuildError):
             raise known
         return x
 
     def are_mixed(self, result: Any) -> bool:
         """Return whether any tensor in a result has a wrong value."""
-        return any(isinstance(known, BuildError) for known in self._of(tensors_in(result)))
+        return any(isinstance(known, BuildError) for known in self._known_values(tensors_in(result)))
 
-    def _of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+    def _known_values(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         found = (self.known.get(tensor, SAME) for tensor in tensors)
         return [known for known in found if known is not SAME]
 
@@ -186,7 +180,7 @@ class ShardedValues:
             BuildError: the function fails on this rank's shard, or draws the same random numbers on all ranks.
         """
         name = name_of(func)
-        values = self._of(tensors)
+        values = self._known_values(tensors)
         if split_of(running[-1]) or is_metadata(func, name):
             return func(*args, **kwargs)
         if not values:
@@ -202,30 +196,29 @@ class ShardedValues:
             self._set_unknown(result, mixed)
             return result
         value = next((value for value in values if value.layout.blocks or value.is_partial), values[0])
-        given, around = self._given(name, args, kwargs), global_state(value.layout.device)
+        given, around = self._flatten_arguments(name, args, kwargs), global_state(value.layout.device)
         run = self._run_replicated if value.is_partial else partial(self._run_sharded, value)
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
         self._set_unknown(result)
-        inside = (
-            running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()
-        )  # the graph contains the inlined code of modules with local counts
+        # a graph contains the inlined code of modules with local counts
+        inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()
         counted = any(map(counts_locally, (*running, *inside)))
         reduced = any(sync.op in _SUMMING for module in running for sync in syncs_of(module, "fwd_post"))
         try:
             if not self._track_fused_parts(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
                 call = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
-                self._note(changed, result_layouts(call, given.numbers), value)
+                self._record_layouts(changed, result_layouts(call, given.numbers), value)
         except MixesShards as err:
-            self._set_unknown(changed, self._mixed(value, *err.args) if self.checks_values else None)
+            self._set_unknown(changed, self._value_error(value, *err.args) if self.checks_values else None)
         except Exception as err:  # arguments may be anything, and the check must not fail itself
             get_logger().debug("the result of %s is not tracked: %s", name, err)
         return result
 
-    def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+    def check_autograd_function(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
         """Check an autograd function that has returned: forward and backward on shards must give shards."""
-        given = self._of(tensors_in(args))
+        given = self._known_values(tensors_in(args))
         values = [each for each in given if isinstance(each, TrackedValue) and not each.is_partial and not each.layout.blocks]
         if not values or len(values) < len(given):
             return
@@ -236,7 +229,9 @@ class ShardedValues:
                 return leaf
             known = self.known.get(leaf)
             like = value if known is None and leaf.shape == value.layout.shape else None
-            layout = known.layout if isinstance(known, TrackedValue) else untracked(leaf) if like is None else like.layout
+            layout = (
+                known.layout if isinstance(known, TrackedValue) else untracked_layout(leaf) if like is None else like.layout
+            )
             return layout.empty(fake_mesh(ranks))
 
         try:
@@ -245,14 +240,10 @@ class ShardedValues:
         except ValueError:
             name = function.__name__
             why = f"{name} needs all of it, or its backward all of the gradient"
-            self._set_unknown(result, self._mixed(value, why) if self.checks_values else None)
+            self._set_unknown(result, self._value_error(value, why) if self.checks_values else None)
 
     def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a torch function of a sharded module whose forward a graph has inlined.
-
-        Raises:
-            BuildError: the module's input has another layout than it needs.
-        """
+        """Call a torch function of a sharded module whose forward a graph has inlined; check the input as ``enter`` does."""
         value = self.known.get(first_input(args, kwargs))
         if not isinstance(value, TrackedValue) or value.owner is not module:
             self.enter(module, args, kwargs)
@@ -264,7 +255,7 @@ class ShardedValues:
         """Call the function on replicated values; the first random draw must be equal on all ranks."""
         draw = GeneratorSnapshot() if self.uncompared_group is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
-        if draw is not None and draw.has_drawn:
+        if draw is not None and draw.drawn_from():
             if not draw.is_same_on_ranks(self.uncompared_group, self.device):
                 raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.uncompared_group = None
@@ -278,15 +269,15 @@ class ShardedValues:
         except (RuntimeError, ValueError) as err:
             if isinstance(err, torch.OutOfMemoryError) or not self.checks_values:
                 raise
-            raise self._mixed(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
-        if draw is not None and draw.has_drawn and draw.is_same_on_ranks(value.group, value.layout.device):
+            raise self._value_error(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
+        if draw is not None and draw.drawn_from() and draw.is_same_on_ranks(value.group, value.layout.device):
             raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
-    def _mixed(self, value: TrackedValue, why: str, remedy: str = _GATHER) -> BuildError:
+    def _value_error(self, value: TrackedValue, why: str, remedy: str = _GATHER) -> BuildError:
         return self.error("values", value.owner, why, remedy)
 
-    def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
+    def _flatten_arguments(self, name: str, args: Any, kwargs: Any) -> _FlatArguments:
         """Return the flat arguments from before the function changes any."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
@@ -300,15 +291,15 @@ class ShardedValues:
                     leaves[place] = known.layout
                 else:
                     numbers[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if changes else leaf
-                    leaves[place] = untracked(leaf) if leaf.layout is torch.strided else leaf
-        return _Given(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
+                    leaves[place] = untracked_layout(leaf) if leaf.layout is torch.strided else leaf
+        return _FlatArguments(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
 
-    def _note(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
+    def _record_layouts(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
         for tensor, outcome in zip(tensors_in(result), outcomes, strict=False):
             if outcome == SAME:
                 self.known.pop(tensor, None)
             elif isinstance(outcome, int):
-                self.known[tensor] = replace(of, layout=sharded(tensor, outcome, of.layout.ranks))
+                self.known[tensor] = replace(of, layout=sharded_layout(tensor, outcome, of.layout.ranks))
             elif isinstance(outcome, Layout):
                 self.known[tensor] = replace(of, layout=outcome)
 
@@ -336,10 +327,10 @@ class ShardedValues:
 
     def _track_parts(self, tensors: list[torch.Tensor], of: TrackedValue) -> None:
         for tensor in tensors:
-            self.known[tensor] = replace(of, layout=sharded(tensor, of.layout.dim, of.layout.ranks))
+            self.known[tensor] = replace(of, layout=sharded_layout(tensor, of.layout.dim, of.layout.ranks))
 
 
-class _Given(NamedTuple):
+class _FlatArguments(NamedTuple):
     """Flat arguments as in an ``OpCall``, and index to tensor of the untracked ones."""
 
     leaves: tuple[Any, ...]
@@ -349,25 +340,15 @@ class _Given(NamedTuple):
 
 
 def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tuple[int, ...]) -> None:
-    """Refuse a view of a fused output that puts elements of two blocks into one row.
-
-    Raises:
-        MixesShards: it does.
-    """
+    """Raise ``MixesShards`` for a view of a fused output that puts elements of two blocks into one row."""
     lead = fused.dim() - 1
-    if (
-        made.dim() <= fused.dim()
-        or made.shape[lead] == 1
-        or made.shape[:lead] != fused.shape[:lead]
-        or fused.shape[-1] != sum(blocks)
-    ):
+    is_split = made.dim() > fused.dim() and made.shape[lead] != 1 and made.shape[:lead] == fused.shape[:lead]
+    if not is_split or fused.shape[-1] != sum(blocks):
         return
     row = made.shape[lead + 1 :].numel()
     if row and any(end % row for end in accumulate(blocks)):
-        raise MixesShards(
-            f"{name} makes rows of {row} out of blocks of {list(blocks)}",
-            "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads",
-        )
+        remedy = "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads"
+        raise MixesShards(f"{name} makes rows of {row} out of blocks of {list(blocks)}", remedy)
 
 
 def _blocks(applied: AppliedCut) -> tuple[int, ...]:

@@ -74,12 +74,12 @@ class TrackedValue:
         return self.layout.placement is not None and self.layout.placement.is_partial()
 
 
-def untracked(x: torch.Tensor) -> Layout:
+def untracked_layout(x: torch.Tensor) -> Layout:
     """Return the layout of a tensor that is not tracked."""
     return Layout(x.shape, x.stride(), x.dtype, x.device)
 
 
-def sharded(x: torch.Tensor, dim: int, ranks: int, blocks: tuple[int, ...] = ()) -> Layout:
+def sharded_layout(x: torch.Tensor, dim: int, ranks: int, blocks: tuple[int, ...] = ()) -> Layout:
     """Return the layout of a value whose local shard along ``dim`` is ``x``."""
     sizes, steps = list(x.shape), x.stride()
     sizes[dim] *= ranks

@@ -24,10 +24,7 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
     """Return the splits to try for each parameter that a matrix product of some forward uses.
 
     A dimension that the product sums over does not fit if the other factor is whole. The next dimension is tried then.
-
-    Args:
-        traced: Flat graph of a model.
-        without: Names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
+    ``without`` has names of parameters that are not split, and paths of modules whose parameters rules split or leave whole.
     """
     found: dict[str, list[ParameterSplit]] = {}
     for node, name, tensor in _untied_uses(traced):
@@ -39,10 +36,7 @@ def direct_parameters(traced: fx.GraphModule, without: Collection[str]) -> dict[
 
 def _untied_uses(traced: fx.GraphModule) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
     """Yield the uses of floating-point parameters that one module holds under one name."""
-    held = [
-        (module, name, each) for module in traced.modules() for name, each in module._parameters.items() if each is not None
-    ]
-    number = Counter(id(each) for _, _, each in held)
+    number = Counter(id(each) for module in traced.modules() for each in module._parameters.values())
     for node in traced.graph.find_nodes(op="get_attr"):
         path, _, own = str(node.target).rpartition(".")
         tensor = traced.get_submodule(path)._parameters.get(own)
@@ -66,9 +60,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
     """Return the splits of a fused projection and its biases by the parts that the model takes out; empty for no parts.
 
-    Args:
-        layouts: Dry run in which the parameter is split as one part.
-        name: Name of the parameter.
+    In the dry run, the parameter is split as one part.
     """
     split = layouts.parameters[name]
     own = frozenset((name,))
@@ -100,19 +92,12 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
 
 def _biases(node: fx.Node) -> set[str]:
     """Return the names of the one-dimensional parameters among the arguments of a node."""
-    given = [other for other in node.all_input_nodes if other.op == "get_attr"]
-    return {
-        str(other.target) for other in given if isinstance(other.meta.get("val"), torch.Tensor) and other.meta["val"].dim() == 1
-    }
+    given = [(str(other.target), other.meta.get("val")) for other in node.all_input_nodes if other.op == "get_attr"]
+    return {name for name, value in given if isinstance(value, torch.Tensor) and value.dim() == 1}
 
 
 def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, ParameterSplit]:
-    """Return whole parameters that every use cuts, in modules with other split parameters.
-
-    Args:
-        layouts: Dry run.
-        traced: Flat graph.
-    """
+    """Return whole parameters that every use cuts, in modules with other split parameters."""
     found: dict[str, set[int | None]] = {}
     for node, name, _ in _untied_uses(traced):
         if name not in layouts.parameters and name.rpartition(".")[0] in layouts.parameter_owners:

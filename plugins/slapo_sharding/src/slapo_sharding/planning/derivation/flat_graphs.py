@@ -18,15 +18,10 @@ from ..local_sizes.adapted_modules import is_inside
 from ..local_sizes.size_origins import record_origins, strip_origins
 from ..local_sizes.tensor_prototypes import without_prototypes
 from .capturing_hooks import recorded_captures
-from .replicated_modules import ReplicatedModules
+from .replicated_modules import ReplicatedModules, plan_error
 
-_TORCH_TRANSFORMERS = (
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.Transformer,
-)
+_TORCH_ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+_TORCH_TRANSFORMERS = (*_TORCH_ENCODERS, nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.Transformer)
 """Modules of torch that are traced as user code: hooks on the layers inside keep torch off its fast path."""
 
 
@@ -37,13 +32,8 @@ class ReservedNameError(ScheduleError):
 def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
     """Return the flat graph of the module, with the origins of the sizes in it.
 
-    Args:
-        schedule: Schedule of the module.
-        replicated: Opaque modules, which become calls. Modules with parametrization hooks are added.
-
-    Raises:
-        ScheduleError: hooks hide layers, or a name is reserved.
-        TraceError: the forward cannot be traced.
+    ``replicated`` modules become calls; those with parametrization hooks are added to them. Raises ``ScheduleError`` if hooks
+    hide layers or a name is reserved, and ``TraceError`` if the forward cannot be traced.
     """
     with recorded_captures(schedule.root_module):
         return _trace_checked(schedule, replicated)
@@ -58,9 +48,8 @@ def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.Grap
                 layers.append(path)
                 replicated.opaque[path] = f"its {parametrization_of(module)}"
         elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
-            raise _error(
-                schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
-            )
+            what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
+            raise plan_error(schedule, f"{what}; call tensor_parallel first")
     with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
         traced = flat_graph(schedule, layers)
     strip_origins(traced.graph)
@@ -93,13 +82,9 @@ def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphM
 
 
 def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
-    """Return the flat graph of the module in training mode, with the modules at these paths as calls.
-
-    Raises:
-        TraceError: the forward cannot be traced.
-    """
+    """Return the flat graph of the module in training mode, with the modules at these paths as calls."""
     inputs = schedule.example_inputs
-    with _training(schedule.mod), recorded_captures(schedule.root_module):
+    with _training_mode(schedule.mod), recorded_captures(schedule.root_module):
         traced = trace(
             schedule.root_module,
             flatten=True,
@@ -115,7 +100,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 
 @contextmanager
-def _training(root: nn.Module) -> Iterator[None]:
+def _training_mode(root: nn.Module) -> Iterator[None]:
     """Put every module in training mode for a moment, so that dropouts are in the graph."""
     modes = {module: module.training for module in root.modules()}
     try:
@@ -125,7 +110,3 @@ def _training(root: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _error(schedule: Schedule, message: str) -> ScheduleError:
-    return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")

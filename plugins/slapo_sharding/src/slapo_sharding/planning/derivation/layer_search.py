@@ -186,7 +186,8 @@ class _Search:
             self.candidates.update(dict.fromkeys(sorted(tables), LayerSplit("sharded")))
             self.tables -= tables
             return
-        filled = {node: dim for node in upstream if node.target in _FILLS for dim in _dims_of_size(node, err.sharded_sizes())}
+        sizes, fills = err.sharded_sizes(), (node for node in upstream if node.target in _FILLS)
+        filled = {node: dim for node in fills for dim, size in enumerate(node.meta["val"].shape) if size in sizes}
         if filled.keys() - self.tried:
             self.sharded_fills.update(filled)
             self.tried |= filled.keys()
@@ -208,7 +209,7 @@ class _Search:
             return
         if self._adapt(err.node, err.layouts, of_layers=True):
             return
-        if lightest := self._lightest(err):
+        if lightest := self._lightest_layers(err):
             for path in [path for path in (*self.candidates, *self.options) if _position(path) in lightest]:
                 (self.candidates if path in self.candidates else self.options).pop(path)
                 self.reasons[path] = f"each rank uses its whole output for a part of the heads: {err}"
@@ -249,24 +250,14 @@ class _Search:
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # else the whole model would be split along the width of the embedding's output
-        alike = (node.target, node.meta.get("source"), module)
-        for other in self.traced.graph.nodes:
-            if (
-                other.target,
-                other.meta.get("source"),
-                without_block_numbers(other.meta.get("module", "")),
-            ) == alike and other.op == node.op:
+        alike = (node.meta.get("source"), module)
+        for other in self.traced.graph.find_nodes(op=node.op, target=node.target):
+            if (other.meta.get("source"), without_block_numbers(other.meta.get("module", ""))) == alike:
                 self.adapted_nodes.add(other)
         return True
 
     def _try_next(self, names: Collection[str], reason: str, layouts: Layouts | None = None) -> None:
-        """Use the next split of parameters, in all repeated blocks: as fused ones, along another dimension, or none.
-
-        Args:
-            names: Names of the parameters.
-            reason: Reason why their present split does not fit.
-            layouts: Dry run, if they may be fused.
-        """
+        """Use the next split of parameters, in all repeated blocks: as fused ones, along another dimension, or none."""
         for place in {_position(name) for name in names}:
             alike = [name for name in self.options if _position(name) == place]
             (first, *others) = names
@@ -297,7 +288,7 @@ class _Search:
         ours, theirs = self._numel(firsts), self._numel(err.sources)
         return firsts if ours < theirs or (ours == theirs and function_name(err.node) in _ATTENTION) else set()
 
-    def _lightest(self, err: LayoutError) -> set[str]:
+    def _lightest_layers(self, err: LayoutError) -> set[str]:
         """Return the positions of the lightest layers at fault if heavier ones meet them, such as the key layer of one head.
 
         Each rank then uses the whole output of these layers on its shard, with a reduced gradient.
@@ -352,10 +343,6 @@ def _upstream(nodes: list[fx.Node]) -> list[fx.Node]:
 _ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum")
 
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
-
-
-def _dims_of_size(node: fx.Node, sizes: set[int]) -> list[int]:
-    return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
 
 
 def _position(path: str) -> str:

@@ -9,22 +9,15 @@ from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
-    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another.
-
-    Args:
-        layouts: Finished dry run.
-    """
-    named = {
-        name: id(each)
-        for name, each in layouts.traced.named_parameters(remove_duplicate=False)
-        if name not in layouts.parameters
-    }
+    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another."""
+    held = layouts.traced.named_parameters(remove_duplicate=False)
+    named = {name: id(each) for name, each in held if name not in layouts.parameters}
     partial = {named[name] for name in layouts.partial_parameters if name in named}
-    whole = {named[name] for name in _used_whole(layouts) if name in named} if partial else set()
+    whole = {named[name] for name in _parameters_used_whole(layouts) if name in named} if partial else set()
     return {name for name, key in named.items() if key in partial & whole}
 
 
-def _used_whole(layouts: Layouts) -> Iterator[str]:
+def _parameters_used_whole(layouts: Layouts) -> Iterator[str]:
     """Yield the names of parameters in uses whose gradient is whole on every rank."""
     partial = {(node, other) for node, other, _ in layouts.partial_uses}
     for node in layouts.graph.nodes:

@@ -35,9 +35,8 @@ def make_local_forward(
     module = schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
     split = derived.layouts.splits  # a layer may contain layers, as one with an adapter does
-    splits = {
-        name: split.get(full) for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())
-    }
+    outer = {name: full for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())}
+    splits = {name: split.get(full) for name, full in outer.items()}
     called = calls_by_path(derived.layouts.graph)
     # forks wrap dropouts, so these must stay calls too
     kept = {name for name, full in below.items() if full in called or name in splits}
@@ -48,14 +47,8 @@ def make_local_forward(
     by_use = frozenset(name[start:] for name in derived.layouts.reduced_per_use if is_inside(name, path))
     cuts_inputs = cuts_from_outside(derived.layouts, path)
     plan = LocalForwardPlan(path, splits, inlined, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
-    alike = (
-        type(module),
-        without_block_numbers(path),
-        inlined,
-        cuts_inputs,
-        by_use,
-        *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
-    )
+    split_keys = (tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters))
+    alike = (type(module), without_block_numbers(path), inlined, cuts_inputs, by_use, *split_keys)
     return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import fx
 
-from slapo_core import Schedule, ScheduleError, TraceError, get_logger
+from slapo_core import Schedule, TraceError, get_logger
 
 from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import rules_of
@@ -24,18 +24,19 @@ from ..sequence.sequence_search import SequenceSplitError, split_sequence
 from .flat_graphs import in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
 from .plan_forwards import make_local_forward
-from .replicated_key_heads import ReplicatedKeyHeads, find_key_heads, restore_key_heads, unverified, with_replicated_heads
-from .replicated_modules import ReplicatedModules
+from .replicated_key_heads import (
+    ReplicatedKeyHeads,
+    find_key_heads,
+    restore_key_heads,
+    unverified_attentions,
+    with_replicated_heads,
+)
+from .replicated_modules import ReplicatedModules, plan_error
 from .vocabulary import tied_or_vocabulary
 
 
 def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool) -> DerivedPlan:
-    """Return the plan, with replicated key heads if attentions can be split that way.
-
-    Raises:
-        ScheduleError: the sequence cannot be split.
-        TraceError: a forward cannot be a graph.
-    """
+    """Return the plan, with replicated key heads if attentions can be split that way."""
     traced = trace_flat(schedule, replicated)
     copies = find_key_heads(schedule.mod, traced, schedule.world_size)
     while copies:
@@ -50,8 +51,7 @@ def find_plan(schedule: Schedule, replicated: ReplicatedModules, sequence_parall
     try:
         return _derive_from(schedule, traced, [], replicated, sequence_parallel)[0]
     except SequenceSplitError as err:
-        message = f"the sequence cannot be split: {err}; leave out sequence_parallel"
-        raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel") from err
+        raise plan_error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
 
 
 def _derive_from(
@@ -82,7 +82,7 @@ def _derive_from(
             plans = [_with_cut_values(schedule, derived, rederive_adapted, unadapted), derived]
             if not sequence_parallel:
                 plans = [_with_branches(schedule, plans[0], rederive_adapted, {*replicated.layers, *replicated.opaque})]
-        failed = unverified(copies, traced, wide, derived, rederive)
+        failed = unverified_attentions(copies, traced, wide, derived, rederive)
         derived = plans[0] if failed or not sequence_parallel else _along_sequence(plans)
         derived.reasons = {**replicated.layers, **derived.reasons}
         derived.replicated_key_heads = [each.owner for each in copies]
@@ -92,11 +92,7 @@ def _derive_from(
 
 
 def _along_sequence(plans: list[DerivedPlan]) -> DerivedPlan:
-    """Return the first plan with which the sequence can be split too.
-
-    Raises:
-        SequenceSplitError: there is none.
-    """
+    """Return the first plan with which the sequence can be split too; raise ``SequenceSplitError`` if there is none."""
     plan, *others = plans
     try:
         return replace(plan, layouts=_split_sequence(plan)) if plan.splits else plan
@@ -155,9 +151,8 @@ def _untraceable_module(schedule: Schedule, derived: DerivedPlan) -> Difference 
             return Difference("the whole model would have to run from one graph", path)
         forward = make_local_forward(schedule, derived, path, layers)
         try:
-            summed = forward.check_example(
-                schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
-            )
+            target = ".".join(filter(None, (schedule.path, path)))
+            summed = forward.check_example(schedule.root_module, target, schedule.example_inputs)
         except TraceError as err:
             return Difference(str(err), path)
         if summed != num_reduced_gradients(derived.layouts, path):

@@ -117,21 +117,17 @@ def _with_width(module: nn.Module, cut: Cut, old: int, new: int) -> Iterator[Non
             module._parameters.update(kept)
 
 
-def unverified(
+def unverified_attentions(
     copies: list[ReplicatedKeyHeads],
     traced: fx.GraphModule,
     wide: fx.GraphModule,
     derived: DerivedPlan,
     rederive: Callable[..., DerivedPlan],
 ) -> list[ReplicatedKeyHeads]:
-    """Return the attentions that the plan for the wide model does not split, or whose equality to it was not verified.
+    """Return the attentions of ``copies`` that the wide plan does not split, or whose equality to it was not verified.
 
-    Args:
-        copies: Attention modules.
-        traced: Graph of the model as it is.
-        wide: Graph traced inside ``with_replicated_heads``, which is still active.
-        derived: Plan for the wide graph.
-        rederive: Returns the plan of a graph for a mesh.
+    ``traced`` is the graph of the model as it is; ``wide`` was traced inside ``with_replicated_heads``, which is still active,
+    and ``derived`` is its plan. ``rederive`` returns the plan of a graph for a mesh.
     """
     if not copies or list(_operations(traced.graph)) != list(_operations(wide.graph)):
         return copies

@@ -25,19 +25,15 @@ _MIN_SHARE = 1 / 8
 def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
     """Return the modules with expensive products of whole values, and the source line of the first product.
 
-    Identical modules are named once. A repeated module with several such products and nothing split stands for all of them.
-
-    Args:
-        model: Model that the graph belongs to.
-        layouts: Dry run.
-        split: Paths of the modules in which something is split.
+    Identical modules are named once. A repeated module with several such products and none of the ``split`` paths in it stands
+    for all of them.
     """
-    work = {node: _work(node, model) for node in layouts.graph.nodes}
+    work = {node: _num_multiplications(node, model) for node in layouts.graph.nodes}
     places = {node: path for node, amount in work.items() if amount and (path := _matmul_owner(node, model)) is not None}
     least = _MIN_SHARE * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
     for node, path in places.items():
-        if not _is_sharded(node, layouts):
+        if not any(value in layouts.sources or value in layouts.local_shapes for value in (node, *node.all_input_nodes)):
             found.setdefault(_outermost(path, split), []).append(node)
     named = dict[str, str]()
     for owner, nodes in found.items():
@@ -46,7 +42,7 @@ def replicated_matmuls(model: nn.Module, layouts: Layouts, split: Collection[str
     return {path: named[path] for path in {without_block_numbers(path): path for path in reversed(named)}.values()}
 
 
-def _work(node: fx.Node, model: nn.Module) -> float:
+def _num_multiplications(node: fx.Node, model: nn.Module) -> float:
     """Return the approximate number of multiplications of a matrix product; 0 for any other node."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -73,10 +69,6 @@ def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def _is_matrix(node: fx.Node) -> bool:
     """Return whether a value is a parameter or buffer of several dimensions."""
     return node.op == "get_attr" and node.meta["val"].dim() > 1
-
-
-def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
-    return any(value in layouts.sources or value in layouts.local_shapes for value in (node, *node.all_input_nodes))
 
 
 def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:

@@ -39,6 +39,11 @@ def without_trace_advice(err: Exception) -> str:
     return re.sub(r"(;|, or) (trace again|keep)\b[^(]*leaf_modules(, or avoid the question)?", "", str(err))
 
 
+def plan_error(schedule: Schedule, message: str) -> ScheduleError:
+    """Return the error of a plan that cannot be derived or applied, from one lower-case sentence."""
+    return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+
+
 class PlanConflict(ScheduleError):
     """Error of a plan that is not feasible with some layers split.
 
@@ -68,7 +73,13 @@ class ReplicatedModules:
     opaque: dict[str, str] = field(default_factory=dict)
     adapts: bool = True
 
-    def add_layers(self, model: nn.Module, err: PlanConflict) -> bool:
+    def add(self, schedule: Schedule, err: Exception) -> bool:
+        """Add what made a plan infeasible; return whether there is anything new."""
+        if isinstance(err, PlanConflict):
+            return self._add_layers(schedule.mod, err)
+        return isinstance(err, TraceError) and self._add_opaque(schedule, err)
+
+    def _add_layers(self, model: nn.Module, err: PlanConflict) -> bool:
         """Add the layers at fault and those at the same position in other blocks; return whether any is new."""
         kinds = {without_block_numbers(path) for path in err.layers}
         paths = (path for path, _ in [*model.named_modules(), *model.named_parameters()])
@@ -76,18 +87,15 @@ class ReplicatedModules:
         self.layers.update(found)
         return bool(found)
 
-    def add_opaque(self, schedule: Schedule, err: TraceError) -> bool:
+    def _add_opaque(self, schedule: Schedule, err: TraceError) -> bool:
         """Add the module that cannot be traced and those like it; return whether it lies inside the module to split."""
         start = f"{schedule.path}." if schedule.path else ""
         path = err.failing_module or ""
         if not path.startswith(start) or not (inside := path.removeprefix(start)):
             return False
-        model, rules = schedule.mod, rules_of(schedule)
-        alike = [
-            other
-            for other, _ in model.named_modules()
-            if without_block_numbers(other) == without_block_numbers(inside) and other not in self.opaque
-        ]
+        model, rules, kind = schedule.mod, rules_of(schedule), without_block_numbers(inside)
+        others = (other for other, _ in model.named_modules() if other not in self.opaque)
+        alike = [other for other in others if without_block_numbers(other) == kind]
         self.opaque.update(dict.fromkeys(alike, without_trace_advice(err)))
         inner = [(other, model.get_submodule(other)) for other in alike]
         held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
@@ -119,11 +127,8 @@ def remaining_reasons(model: nn.Module, reasons: Mapping[str, str]) -> dict[str,
     """
     split = {path for path, module in model.named_modules() if split_of(module)}
     blocks, attentions = {_block(path) for path in split}, [*attention_heads.replicated_attentions(model)]
-    return {
-        path: reason
-        for path, reason in reasons.items()
-        if path not in split and (_block(path) not in blocks or any(is_inside(path, each) for each in attentions))
-    }
+    unlogged = {path for path in reasons if _block(path) not in blocks or any(is_inside(path, each) for each in attentions)}
+    return {path: reason for path, reason in reasons.items() if path in unlogged - split}
 
 
 def _block(path: str) -> str:
@@ -136,13 +141,8 @@ def log_replicated(
 ) -> None:
     """Log what stays whole, once for identical modules.
 
-    Attentions, sizes that are not divisible, and modules without any split are warnings.
-
-    Args:
-        schedule: Schedule of the module that was split.
-        derived: Plan.
-        conflicts: Layers that stay whole because a plan that splits them was not feasible.
-        done: Paths of modules that were logged before, or that are split by other means.
+    Attentions, sizes that are not divisible, and modules without any split are warnings. ``conflicts`` are the layers that stay
+    whole because a plan that splits them was not feasible; ``done`` was logged before, or is split by other means.
     """
     logged: set[str] = {*done}
     whole, modules = _outermost_replicated(derived), dict(schedule.mod.named_modules())
@@ -167,12 +167,12 @@ def log_replicated(
         if not _is_logged(path, logged):
             logged.add(without_block_numbers(path))
             _log(schedule, path, f"its MLP is made of convolutions ({line})")
-    logged |= log_replicated_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NO_LAYER, logged)
-    computed = {
-        without_block_numbers(path): path
-        for path, module in schedule.mod.named_modules()
-        if parametrization_of(module) and not split_of(module)
-    }
+    # attentions that are one call in the graph, such as those of torch, with the line of the call
+    calls = calls_by_path(derived.layouts.graph).items()
+    lines = {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls}
+    logged |= log_replicated_attentions(schedule, lines | derived.reasons, _NO_LAYER, logged)
+    whole_ones = [path for path, module in modules.items() if parametrization_of(module) and not split_of(module)]
+    computed = {without_block_numbers(path): path for path in whole_ones}
     for path in computed.values():
         _log(schedule, path, f"its {parametrization_of(schedule.mod.get_submodule(path))}")
     for path in _replicated_projections(schedule):
@@ -182,7 +182,7 @@ def log_replicated(
             why = f"a shard of the output of the {name} does not follow from shards of its tensors"
             _log(schedule, path, why)
     for path in _uncalled_layers(schedule, derived):
-        rewritten = _is_in_graph(schedule, path)
+        rewritten = any(isinstance(schedule.mod.get_submodule(outer), fx.GraphModule) for outer in ancestors(path))
         if (rewritten or without_block_numbers(path) != path) and not _is_logged(path, logged):
             why = "the code around it uses its weights without calling it"
             if rewritten:
@@ -229,12 +229,6 @@ def _replicated_projections(schedule: Schedule) -> Iterable[str]:
     return {without_block_numbers(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
-def _lines_of_calls(derived: DerivedPlan) -> dict[str, str]:
-    """Return reasons for attentions that are one call in the graph, such as those of torch, with the line of the call."""
-    calls = calls_by_path(derived.layouts.graph)
-    return {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls.items()}
-
-
 def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str, str]:
     """Return modules with several matrices and nothing split, to the line that uses the first matrix.
 
@@ -244,14 +238,10 @@ def _modules_with_matrices(schedule: Schedule, derived: DerivedPlan) -> dict[str
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
-        if (
-            without_block_numbers(path) == path
-            or path in split
-            or schedule.mod.get_submodule(path) in derived.layouts.replicated_modules
-        ):
+        module = schedule.mod.get_submodule(path)
+        if without_block_numbers(path) == path or path in split or module in derived.layouts.replicated_modules:
             continue
-        own = schedule.mod.get_submodule(path)._parameters.values()
-        if sum(each is not None and each.dim() > 1 for each in own) > 1:
+        if sum(each is not None and each.dim() > 1 for each in module._parameters.values()) > 1:
             user = next(iter(node.users), node)
             found.setdefault(without_block_numbers(path), (path, str(user.meta.get("source"))))
     return dict(found.values())
@@ -281,10 +271,6 @@ def _uncalled_layers(schedule: Schedule, derived: DerivedPlan) -> Iterable[str]:
     return {without_block_numbers(path): path for path in layers}.values()
 
 
-def _is_in_graph(schedule: Schedule, path: str) -> bool:
-    return any(isinstance(schedule.mod.get_submodule(outer), fx.GraphModule) for outer in ancestors(path))
-
-
 def _outermost_replicated(derived: DerivedPlan) -> dict[str, str]:
     """Return the outermost repeated module without a split around each layer, if it has several such layers."""
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in ancestors(path)}
@@ -303,24 +289,17 @@ def log_replicated_attentions(
 ) -> set[str]:
     """Log the repeated attentions that stay whole, once for each kind, and return these kinds.
 
-    Args:
-        schedule: Schedule of the module that was split.
-        reasons: Path of a layer to the reason why it stays whole.
-        otherwise: Reason for an attention without such a layer.
-        logged: Kinds that were logged before.
+    The reason is that of a layer inside, ``otherwise`` if no layer has one. Kinds in ``logged`` are left out.
     """
     kinds = {without_block_numbers(path): path for path in reversed([*attention_heads.replicated_attentions(schedule.mod)])}
     new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in logged)}
     for path in new.values():
-        why = next(_reasons_in(path, reasons), otherwise)
-        _log(schedule, path, why)
+        _log(schedule, path, next(_reasons_in(path, reasons), otherwise))
     return set(new)
 
 
 def _reasons_in(path: str, reasons: Mapping[str, str]) -> Iterator[str]:
     """Yield the reasons of the layers inside a module, and of paths around it that end with a dot."""
-    return (
-        reason
-        for layer, reason in reasons.items()
-        if layer.startswith(f"{path}.") or (layer[-1:] == "." and path.startswith(layer))
-    )
+    for layer, reason in reasons.items():
+        if layer.startswith(f"{path}.") or (layer[-1:] == "." and path.startswith(layer)):
+            yield reason

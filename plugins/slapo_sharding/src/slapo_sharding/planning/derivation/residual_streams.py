@@ -15,12 +15,9 @@ _SUMS = ("add", "add_", "iadd", "sub", "sub_", "isub", "__add__", "__radd__")
 
 
 def residual_streams(traced: fx.GraphModule, is_layer: Callable[..., bool], paths: Iterable[str]) -> set[str]:
-    """Return the convolutions whose results are added to values that they, or other layers, are computed from.
+    """Return the convolutions at ``paths`` whose results are added to values that they, or other layers, are computed from.
 
-    Args:
-        traced: Flat graph in which layers are calls.
-        is_layer: Returns whether a module is a layer, or with ``"kept"`` whether it keeps channels apart.
-        paths: Paths of the layers to look at.
+    ``is_layer`` returns whether a module is a layer, or with ``"kept"`` whether it keeps channels apart. Layers are calls here.
     """
     asked = {path for path in paths if channel_dim(traced.get_submodule(path)) != -1}
     called = {node: traced.get_submodule(str(node.target)) for node in traced.graph.find_nodes(op="call_module")}
@@ -30,8 +27,8 @@ def residual_streams(traced: fx.GraphModule, is_layer: Callable[..., bool], path
 
 def _is_added_to(start: fx.Node, layers: Collection[fx.Node]) -> bool:
     unchanged, before = {start}, _sources(start)
-    made = _reached(unchanged, layers)
-    _reached(made, ())
+    made = _collect_users(unchanged, layers)
+    _collect_users(made, ())
     return any(
         function_name(node) in _SUMS
         and any(other in unchanged for other in node.all_input_nodes)
@@ -50,7 +47,7 @@ def _sources(node: fx.Node, layers: Collection[fx.Node] = ()) -> set[fx.Node]:
     return found
 
 
-def _reached(found: set[fx.Node], layers: Collection[fx.Node]) -> set[fx.Node]:
+def _collect_users(found: set[fx.Node], layers: Collection[fx.Node]) -> set[fx.Node]:
     """Add the transitive users of ``found`` to it, up to layers, and return these layers."""
     ends, work = set[fx.Node](), list(found)
     while work:

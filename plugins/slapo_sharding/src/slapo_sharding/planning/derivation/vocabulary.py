@@ -29,7 +29,7 @@ def vocabulary_steps(model: nn.Module, num_shards: int, rules: Rulebook) -> list
         return []
     steps: dict[str, str] = {}
     for module in found:
-        tied = _tied(named, module)
+        tied = _tied_modules(named, module)
         if all(_is_divisible(other, num_shards, rules) for other in tied.values()):
             steps.update((path, _style(other)) for path, other in tied.items())
     return list(steps.items())
@@ -40,29 +40,18 @@ def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: 
 
     They are an embedding of ids, and a layer with one row per id whose result enters no other weight. Both have whole inputs
     and outputs, and nothing but their calls uses their weights.
-
-    Args:
-        layouts: Dry run of a plan that leaves them whole.
-        model: Model that the graph belongs to.
-        num_shards: Number of ranks.
-        rules: Sharding rules.
     """
     named = dict(model.named_modules())
     calls = {path: nodes for path, nodes in calls_by_path(layouts.graph).items() if path not in layouts.splits}
     read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
-    whole = [
-        path for path, nodes in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in nodes)
-    ]
+    whole = [path for path, of in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in of)]
     tables = [path for path in whole if isinstance(named[path], nn.Embedding)]
-    heads = [
-        path
-        for path in whole
-        if rules.is_layer(named[path], "sharded") and not any(_feeds_matmul(each, model) for each in calls[path])
-    ]
+    layers = [path for path in whole if rules.is_layer(named[path], "sharded")]
+    heads = [path for path in layers if not any(_feeds_matmul(each, model) for each in calls[path])]
     sizes = set.intersection(*({len(named[path].weight) for path in paths} for paths in (tables, heads)))
     steps: dict[str, str] = {}
     for path in (path for path in (*tables, *heads) if len(named[path].weight) in sizes):
-        tied = _tied(named, named[path])
+        tied = _tied_modules(named, named[path])
         used_by_calls = calls.keys() >= tied.keys() and read.isdisjoint(tied)
         if used_by_calls and all(_is_divisible(each, num_shards, rules) for each in tied.values()):
             steps.update((other, _style(module)) for other, module in tied.items())
@@ -110,7 +99,7 @@ def tied_or_vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> se
     return tied | {named[path] for path, _ in vocabulary_steps(model, num_shards, rules)}
 
 
-def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
+def _tied_modules(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that share parameters with this one, directly or through others, by path."""
     tied: dict[str, nn.Module] = {}
     held = _parameter_ids(module)

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
 
 
 def record_sizes_to_divide(layouts: Layouts, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-    """Record the size arguments of an operation that would give another shape on one rank.
-
-    Args:
-        layouts: Dry run that is updated.
-        n: Node of the operation.
-        value: Result of the node.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """Record the size arguments of an operation that would give another shape on one rank."""
     if n in layouts.sizes_to_divide or n in layouts.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
         return
     local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
@@ -31,17 +23,15 @@ def record_sizes_to_divide(layouts: Layouts, n: fx.Node, value: DTensor, args: A
     if _returns_shapes(layouts, n, local, expected):
         return
     given = {int(part) for part in pytree.tree_leaves((args, kwargs)) if is_size(part)}
-    layouts.sizes_to_divide[n] = tuple(
-        whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
-    )
+    pairs = zip(value.shape, expected, strict=True)
+    layouts.sizes_to_divide[n] = tuple(whole for whole, part in pairs if whole != part and whole in given)
     record_divided_arguments(layouts, n, local, expected)
 
 
 def record_divided_arguments(layouts: Layouts, n: fx.Node, given: Any, expected: Any) -> None:
     """Record the indices of the arguments to divide so that an operation returns the expected local shapes."""
-    found = leaf_indices_to_divide(
-        given, layouts.sizes_to_divide[n], layouts.mesh.size(), lambda other: _returns_shapes(layouts, n, other, expected)
-    )
+    fits = lambda other: _returns_shapes(layouts, n, other, expected)  # noqa: E731
+    found = leaf_indices_to_divide(given, layouts.sizes_to_divide[n], layouts.mesh.size(), fits)
     if found is not None:
         layouts.divided_arguments[n] = dict.fromkeys(found, 0)
 

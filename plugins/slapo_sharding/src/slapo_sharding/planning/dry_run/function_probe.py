@@ -32,15 +32,8 @@ def is_autograd_function(target: Any) -> bool:
 def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ranks: int) -> None:
     """Compare a function on whole random tensors with the function on their shards, forward and backward.
 
-    Args:
-        target: Function, or ``apply`` of an autograd function.
-        args: Positional arguments, sharded ones as DTensors.
-        kwargs: Keyword arguments.
-        results: Results of the dry run, sharded ones as DTensors.
-        ranks: Number of ranks.
-
-    Raises:
-        ValueError: results or gradients of the shards differ from those of the whole, or the function fails.
+    Sharded arguments, and sharded results of the dry run, are DTensors. Raises ``ValueError`` if results or gradients of the
+    shards differ from those of the whole, or if the function fails.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
@@ -49,11 +42,8 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
     outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
     try:
         expected, gradients, wanted = _forward_backward(target, whole, spec, None, generator)
-        output_grads = [_chunks(wanted, outputs, rank, ranks) for rank in range(ranks)]
-        found = [
-            _forward_backward(target, _chunks(whole, dims, rank, ranks), spec, output_grads[rank], generator)[:2]
-            for rank in range(ranks)
-        ]
+        chunks = [(_chunks(whole, dims, rank, ranks), _chunks(wanted, outputs, rank, ranks)) for rank in range(ranks)]
+        found = [_forward_backward(target, own, spec, grads, generator)[:2] for own, grads in chunks]
     except Exception as err:  # user code may raise anything
         raise ValueError(f"{MIXES}: it fails on random numbers") from err
     for number, value in enumerate(expected):
@@ -65,9 +55,8 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
         summed = own if dims[number] is not None else [sum(each for each in own if each is not None)] * ranks
         if gradient is None and any(each is not None for each in own):
             raise ValueError(MIXES)
-        if gradient is not None and not all(
-            _is_close(_chunk(gradient, dims[number], rank, ranks), each) for rank, each in enumerate(summed)
-        ):
+        parts = [_chunk(gradient, dims[number], rank, ranks) for rank in range(ranks)]
+        if gradient is not None and not all(map(_is_close, parts, summed)):
             raise ValueError(MIXES)
 
 
@@ -133,11 +122,10 @@ def _forward_backward(
             wanted = [_random_like(each, generator) if each.requires_grad else None for each in results]
         sources = {place: leaf for place, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         ends = [(each, grad) for each, grad in zip(results, wanted, strict=True) if grad is not None and each.requires_grad]
-        found = (
-            torch.autograd.grad([each for each, _ in ends], [*sources.values()], [grad for _, grad in ends], allow_unused=True)
-            if ends and sources
-            else [None] * len(sources)
-        )
+        found: Any = [None] * len(sources)
+        if ends and sources:
+            outputs, grads = zip(*ends, strict=True)
+            found = torch.autograd.grad(outputs, [*sources.values()], grads, allow_unused=True)
     of = dict(zip(sources, found, strict=True))
     return [each.detach() for each in results], [of.get(place) for place in range(len(given))], wanted
 

@@ -41,11 +41,7 @@ class FusedOutput:
         self.starts = [0, *accumulate(sizes)]
 
     def local_value(self, ranks: int) -> torch.Tensor:
-        """Return this value on one rank.
-
-        Raises:
-            ValueError: the size of a part is not divisible by the ranks.
-        """
+        """Return this value on one rank; raise ``ValueError`` for a part whose size the ranks do not divide."""
         divided = [size for place, size in enumerate(self.sizes) if place not in self.replicated]
         if bad := [size for size in divided if size % ranks]:
             raise ValueError(f"size {bad[0]} is not divisible by {ranks} ranks")
@@ -57,12 +53,7 @@ class FusedOutput:
         return sum(size for place, size in enumerate(self.sizes[:last]) if place >= first and place in self.replicated)
 
     def slice_layout(self, value: torch.Tensor, bounds: tuple[int, int], layouts: Layouts) -> Any:
-        """Return the layout of a slice: replicated, sharded, or fused again.
-
-        Args:
-            value: Slice of the whole output.
-            bounds: Start and stop of the slice along the dimension of the parts.
-            layouts: Dry run.
+        """Return the layout of a slice with these bounds along the parts: replicated, sharded, or fused again.
 
         Raises:
             ValueError: a bound lies inside a part, or replicated parts are taken out with sharded ones.
@@ -79,11 +70,7 @@ class FusedOutput:
 
 
 def propagate_fused(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
-    """Return the result of a node on a fused output: fused alike, some of its parts, or a number.
-
-    Raises:
-        ValueError: the node neither keeps the parts nor takes them out one by one.
-    """
+    """Return the result of a node on a fused output: fused alike, some of its parts, or a number; else raise ``ValueError``."""
     if _adds_bias(layouts, n, fused) or _adds_same_parts(n, fused, args):
         return FusedOutput(as_meta(n.meta["val"]), fused.sizes, fused.dim)
     kept = _elementwise_output(layouts, n, fused)
@@ -94,11 +81,6 @@ def _elementwise_output(layouts: Layouts, n: fx.Node, fused: FusedOutput) -> Fus
     """Return the fused output of a node that treats all elements along the parts' dimension alike; None for another node.
 
     Activations do, and so do permutations of dimensions.
-
-    Args:
-        layouts: Dry run.
-        n: Node.
-        fused: Input of the node.
     """
     (given,) = n.all_input_nodes if len(n.all_input_nodes) == 1 else (n,)
     if given is n or not (permutes_dims(n) or keeps_shape(n, given)):
@@ -245,10 +227,10 @@ def _replicated_beside_bounds(fused: FusedOutput, index: Any) -> dict[int, int]:
     at = fused.dim if fused.dim < len(written) and Ellipsis not in written[: fused.dim + 1] else fused.dim - fused.whole.dim()
     item = written[at]
     offset = 1 + len(leaves(written[:at] if at >= 0 else written[: len(written) + at]))
-    return {offset + place: _replicated_beside(fused, bound) for place, bound in enumerate(leaves(item)) if is_size(bound)}
+    return {offset + place: _replicated_size_beside(fused, bound) for place, bound in enumerate(leaves(item)) if is_size(bound)}
 
 
-def _replicated_beside(fused: FusedOutput, bound: int) -> int:
+def _replicated_size_beside(fused: FusedOutput, bound: int) -> int:
     number, size = len(fused.sizes), fused.starts[-1]
     place = fused.starts.index(min(bound, size) if bound >= 0 else bound + size)
     return fused.replicated_size(0, place) if bound >= 0 else fused.replicated_size(place, number)
@@ -260,6 +242,5 @@ def _record_divided(layouts: Layouts, n: fx.Node, given: Any, replicated: dict[i
     changed = {place: each for place, each in replicated.items() if local_size(values[place], ranks, each) != values[place]}
     layouts.sizes_to_divide[n] = tuple(dict.fromkeys(values[place] for place in changed))
     layouts.divided_arguments[n] = changed
-    layouts.local_arguments[n] = [
-        local_size(each, ranks, changed[place]) if place in changed else each for place, each in enumerate(values)
-    ]
+    local = {place: local_size(values[place], ranks, each) for place, each in changed.items()}
+    layouts.local_arguments[n] = [local.get(place, each) for place, each in enumerate(values)]

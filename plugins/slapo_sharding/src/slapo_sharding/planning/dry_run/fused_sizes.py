@@ -23,21 +23,15 @@ _PERMUTATIONS = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
 def next_split(split: LayerSplit, calls: list[fx.Node], dim: int) -> LayerSplit | None:
     """Return the next split to try for a layer whose split output does not fit; None if there is none.
 
-    The first step splits the parts of a fused output one by one. Further steps replicate the smaller parts.
-
-    Args:
-        split: Split that does not fit.
-        calls: Nodes that call the layer.
-        dim: Dimension of the outputs that is split.
+    The first step splits the parts of a fused output along ``dim`` one by one. Further steps replicate the smaller parts.
     """
     blocks = split.blocks or fused_sizes(calls, dim)
     if not split.blocks:
         return LayerSplit("sharded", blocks) if blocks else None
     largest = max((blocks[place] for place in split.replicated), default=0)
     *smaller, _ = sorted({size for size in blocks if size > largest})
-    return (
-        replace(split, replicated=tuple(place for place, size in enumerate(blocks) if size <= smaller[0])) if smaller else None
-    )
+    replicated = tuple(place for place, size in enumerate(blocks) if smaller and size <= smaller[0])
+    return replace(split, replicated=replicated) if smaller else None
 
 
 def fused_sizes(calls: list[fx.Node], dim: int = -1) -> tuple[int, ...]:
@@ -116,9 +110,8 @@ def keeps_shape(node: fx.Node, given: fx.Node) -> bool:
 
 def adds_same_shapes(node: fx.Node) -> bool:
     """Return whether a node adds values of one shape, as an adapter adds its output to that of a layer."""
-    shapes = {
-        other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
-    }
+    values = (other.meta.get("val") for other in (node, *node.all_input_nodes))
+    shapes = {value.shape for value in values if isinstance(value, torch.Tensor)}
     return function_name(node) in ADDS and len(node.all_input_nodes) > 1 and len(shapes) == 1
 
 

@@ -35,20 +35,15 @@ def in_full_precision(values: Any) -> Any:
 
 
 def run_on_cut_values(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a node on shards of its whole tensors, cut along dimensions of the sharded sizes.
-
-    Raises:
-        ValueError: no choice of dimensions fits.
-    """
+    """Run a node on whole tensors cut along dimensions of the sharded sizes; raise ``ValueError`` if no choice fits."""
     given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
     is_fused = bool(layouts.blocks_of(n))
     allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) and not is_fused else parameters_of
     is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
     shards = [each for each in given if isinstance(each, DTensor)]
     sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard | StridedShard)}
-    whole = {
-        place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
-    }
+    tensors = ((place, each) for place, each in enumerate(given) if isinstance(each, torch.Tensor))
+    whole = {place: each for place, each in tensors if not isinstance(each, DTensor)}
     options = [
         [(place, None), *((place, dim) for dim, size in enumerate(each.shape) if size in sizes and is_cut[place])]
         for place, each in whole.items()
@@ -100,11 +95,7 @@ def _shard_of(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int
 
 
 def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Run a norm or a variance over the sharded dimension as one with reduced statistics.
-
-    Raises:
-        ValueError: the node is neither, or reduces over other dimensions too.
-    """
+    """Run a norm or a variance over the sharded dimension alone; raise ``ValueError`` for any other node."""
     x = args[0] if args else None
     if isinstance(x, DTensor) and _has_statistics(layouts, n):
         (placement,) = x.placements
@@ -117,9 +108,8 @@ def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs
         elif placement == Shard(x.dim() - 1):
             layouts.norms.add(n)
             values, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
-            places = [
-                place for place, each in enumerate(values) if isinstance(each, torch.Tensor) and nodes[place] is not n.args[0]
-            ]
+            tensors = [place for place, each in enumerate(values) if isinstance(each, torch.Tensor)]
+            places = [place for place in tensors if nodes[place] is not n.args[0]]
             if n.op == "call_function" and places:
                 layouts.cut_arguments[n] = dict.fromkeys(places, 0)
             local = torch.empty_like(x.to_local(), dtype=n.meta["val"].dtype)
@@ -146,10 +136,7 @@ def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
 def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
     """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
 
-    Args:
-        layouts: Dry run.
-        node: Node of the value.
-        of_layers: Count the reduced outputs of row-parallel layers as reductions.
+    With ``of_layers``, the reduced outputs of row-parallel layers count as reductions.
     """
     is_given = layouts.cuts_inputs and _derives_from_argument(node)
     if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.replicated_parts:

@@ -420,9 +420,8 @@ class Layouts(fx.Interpreter):
             if not has_gradient(other) or self._is_added_once(n, other):
                 continue
             names = parameters_of(other) if n not in self.branch_of else ()
-            if names and not any(
-                name.rpartition(".")[0] in self.parameter_owners or name in self.reduced_per_use for name in names
-            ):
+            owners = {name.rpartition(".")[0] for name in names}
+            if names and owners.isdisjoint(self.parameter_owners) and not any(map(self.reduced_per_use.__contains__, names)):
                 self._record_partial(n, other, names)
             elif (n in self.adapted_nodes and not self.cuts_only) or n in self.branch_of:
                 self.reduced_gradients.setdefault(n, set()).add(other)

@@ -64,14 +64,7 @@ class Branches:
 
 
 def find_branches(graph: fx.Graph, root: nn.Module, ranks: int, without: Collection[str] = ()) -> list[Branches]:
-    """Return the branches that can be distributed to the ranks in equal numbers.
-
-    Args:
-        graph: Flat graph.
-        root: Module that the graph belongs to.
-        ranks: Number of ranks.
-        without: Paths of modules and names of parameters that stay whole.
-    """
+    """Return the branches that the ranks can run in equal numbers, without the modules and parameters that stay whole."""
     finder = _Finder(graph, root, without)
     joints = [node for node in graph.nodes if node.op == "call_function" and function_name(node) in _JOINTS]
     found = [finder.branches(node, ranks) for node in joints]
@@ -111,10 +104,8 @@ class _Finder:
             return None
         own, shared = found
         branches = Branches(joint, dim, nodes, own, entries, shared)
-        are_alike = own[0] and all(
-            set(map(without_block_numbers, names)) == set(map(without_block_numbers, own[0])) for names in own
-        )
-        return branches if are_alike and self._can_be_left_out(branches) else None
+        kinds = {frozenset(map(without_block_numbers, names)) for names in own}
+        return branches if own[0] and len(kinds) == 1 and self._can_be_left_out(branches) else None
 
     def _closures(self, results: list[fx.Node]) -> tuple[frozenset[fx.Node], ...]:
         """Return the nodes that only one result needs; a node without users belongs to the branch of its inputs."""
@@ -133,10 +124,8 @@ class _Finder:
 
     def _entries(self, nodes: tuple[frozenset[fx.Node], ...]) -> frozenset[fx.Node]:
         inside = frozenset[fx.Node]().union(*nodes)
-        lists = {
-            other for node in inside for other in node.all_input_nodes if other not in inside and returns_several_tensors(other)
-        }
-        return frozenset(node for node in lists if inside.issuperset(node.users))
+        given = {other for node in inside for other in node.all_input_nodes} - inside
+        return frozenset(node for node in given if returns_several_tensors(node) and inside.issuperset(node.users))
 
     def _tensors(
         self, nodes: tuple[frozenset[fx.Node], ...]
@@ -174,14 +163,14 @@ class _Finder:
                     return False
             if any(returns_several_tensors(other) for other in branches.external_inputs(node)):
                 return False
-        uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
+        uses = [{other for node in each for other in self._outside_values(node, branches)} for each in branches.nodes]
         return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
 
-    def _outside(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
+    def _outside_values(self, node: fx.Node, branches: Branches) -> Iterable[fx.Node]:
         """Yield the outside values with gradients that a node uses, directly or through an entry."""
         for other in node.all_input_nodes:
             if other in branches.entries:
-                yield from self._outside(other, branches)
+                yield from self._outside_values(other, branches)
             elif other not in branches.all_nodes and has_gradient(other):
                 yield other
 

@@ -19,10 +19,6 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
     """Shard or distribute parameters of a module that runs from a graph, whose graph reduces the results.
 
     The module is recorded as split with whole inputs and outputs. Checks of its inside were made by the dry run.
-
-    Args:
-        schedule: Schedule of the module.
-        splits: Path of each parameter below the module, to its split.
     """
     size, rank = schedule.world_size, schedule.rank
     spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)
@@ -30,8 +26,7 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         below, _, name = path.rpartition(".")
         handle = schedule[below] if below else schedule
         tensor: nn.Parameter = handle.mod._parameters[name]  # type: ignore[assignment]
-        shape = tuple(tensor.shape)
-        dealt = None
+        shape, dealt = tuple(tensor.shape), None
         if split.owner is not None:
             dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
         spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, uneven_ranges=dealt)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from slapo_core import Schedule, ScheduleError
+from slapo_core import Schedule
 
 from ...splitting import attention_heads
+from ..derivation.replicated_modules import plan_error
 
 _INSIDE = ("attn_dropout", "attention_dropout")
 _OUTSIDE = ("resid_dropout", "resid_pdrop")
@@ -28,11 +29,11 @@ def fork_dropouts(schedule: Schedule, paths: Iterable[str]) -> None:
         if any(attention_heads.makes_heads(handle.mod, name) for name in names):
             _fork_attention(handle)
         elif not {"c_fc", "c_proj", "dropout"} <= names:  # GPT-2's comes after the output projection
-            _refuse(handle, [*_active(handle.mod), *_rates(handle.mod)])
+            _refuse(handle, [*_active_dropouts(handle.mod), *_rates(handle.mod)])
 
 
 def _fork_attention(handle: Schedule) -> None:
-    active = _active(handle.mod)
+    active = _active_dropouts(handle.mod)
     _refuse(handle, [name for name in active if name not in (*_INSIDE, *_OUTSIDE)])
     if not _rates(handle.mod) and not any(name in _INSIDE for name in active):
         return
@@ -42,7 +43,7 @@ def _fork_attention(handle: Schedule) -> None:
             handle[name].fork_rng(outside=True)
 
 
-def _active(module: nn.Module) -> list[str]:
+def _active_dropouts(module: nn.Module) -> list[str]:
     """Return the names of the dropout children of a module with a rate above 0."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
     return [name for name, child in module.named_children() if isinstance(child, kinds) and child.p > 0]
@@ -55,8 +56,5 @@ def _rates(module: nn.Module) -> list[str]:
 
 def _refuse(handle: Schedule, names: list[str]) -> None:
     if names:
-        raise ScheduleError(
-            f"{names[0]!r} may see sharded or replicated values; set it to 0, or use shard() and fork_rng()",
-            path=handle.path,
-            primitive="tensor_parallel",
-        )
+        what = f"{names[0]!r} may see sharded or replicated values"
+        raise plan_error(handle, f"{what}; set it to 0, or use shard() and fork_rng()")

@@ -15,14 +15,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from slapo_core import Entry, PluginError, Schedule, ScheduleError, ShardSpec, failure_reason, get_logger
+from slapo_core import Entry, PluginError, Schedule, ShardSpec, failure_reason, get_logger
 from slapo_tracing.nodes import forward_wrappers
 
 from ...rules.sharding_rule import AppliedCut, record_cut, split_of
 from ...splitting.module_paths import without_block_numbers as kind_of_path
 from ...syncs.parallel_loss import ParallelLoss
 from ...syncs.sync_hooks import Sync, map_first_input, syncs_of
-from ..derivation.replicated_modules import first_rank_only
+from ..derivation.replicated_modules import first_rank_only, plan_error
 
 Kind = Literal["columns", "rows", "vocabulary", "loss"]
 _KINDS: dict[tuple[str, str], Kind] = {
@@ -77,14 +77,14 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
     """
     found = schedule.registry.entries_of_hook("slapo_layer_backends", "backend")
     if not isinstance(name, str) or name not in found:
-        raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
+        raise plan_error(schedule, _unknown_backend_message(schedule, name, found))
     entry, *others = found[name]
     if others:
         raise Entry.conflict(found[name])
     return entry.load()  # type: ignore[no-any-return]
 
 
-def _unknown(schedule: Schedule, name: object, found: Iterable[str]) -> str:
+def _unknown_backend_message(schedule: Schedule, name: object, found: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), [*found, "megatron"], n=1)
     guess = f"did you mean {near[0]!r}? " if near and near[0] != name else ""
     failed = [failure for record in schedule.registry.records if (failure := record.failure)]
@@ -134,11 +134,7 @@ def replace_layers(
             loss.losses = made.train(loss.training)
     if schedule.world_size > 1 and not replaced:
         what = _grouped_reasons(reasons) or "nothing is split"
-        raise ScheduleError(
-            f"backend {name!r} has no layer for any that is split: {what}; leave out backend",
-            path=schedule.path,
-            primitive="tensor_parallel",
-        )
+        raise plan_error(schedule, f"backend {name!r} has no layer for any that is split: {what}; leave out backend")
     if reasons:
         what = "tensor_parallel(%r): not replaced by layers of %r: %s"
         get_logger().warning(what, schedule.path, name, _grouped_reasons(reasons), extra=first_rank_only(schedule))
@@ -166,19 +162,16 @@ def _make_layer(name: str, backend: LayerBackend, module: nn.Module, applied: Ap
 
 
 def _call_backend(
-    name: str, backend: LayerBackend, module: nn.Module, what: Kind, spec: ShardSpec, *, sums_gradient: bool = False
+    name: str, backend: LayerBackend, module: nn.Module, kind: Kind, spec: ShardSpec, *, sums_gradient: bool = False
 ) -> nn.Module | str:
     try:
-        made = backend(module, what, spec, sums_gradient=sums_gradient)
+        made = backend(module, kind, spec, sums_gradient=sums_gradient)
     except (Exception, SystemExit) as error:
-        raise PluginError(
-            f"backend {name!r} failed on a {type(module).__name__}: {failure_reason(error)}", owner=name
-        ) from error
+        what = f"backend {name!r} failed on a {type(module).__name__}: {failure_reason(error)}"
+        raise PluginError(what, owner=name) from error
     if isinstance(made, nn.Module) and _own_tensors(made) != _own_tensors(module):
-        kind = type(made).__name__
-        raise PluginError(
-            f"backend {name!r} made a {kind} that does not hold the parameters of the layer it is for", owner=name
-        )
+        what = f"backend {name!r} made a {type(made).__name__} that does not hold the parameters of the layer it is for"
+        raise PluginError(what, owner=name)
     return made
 
 

@@ -12,13 +12,7 @@ from ..local_sizes.adapted_modules import is_inside
 
 
 def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str]:
-    """Yield the entries of the same class beside a module that ran, which did not run themselves.
-
-    Args:
-        root: Model.
-        layouts: Dry run of the example inputs.
-        path: Path of a module that ran. It has such entries only in an ``nn.ModuleDict``.
-    """
+    """Yield the entries of an ``nn.ModuleDict`` beside the module at ``path``, of its class, that did not run as it did."""
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
     if path and isinstance(table, nn.ModuleDict):

@@ -72,18 +72,10 @@ def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
 
 
 def find_rng_forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
-    """Yield the modules whose random numbers must be forked, and the modules inside them that must stay outside of the fork.
+    """Yield the modules whose random numbers must be forked, and whether each is inside one and must stay outside of the fork.
 
-    Args:
-        layouts: Dry run of the flat graph of the whole model.
-        graphs: Paths of modules that run from graphs. Only calls in their graphs, such as layers, have random numbers of their
-            own.
-
-    Yields:
-        Path, and whether the module stays outside of the fork.
-
-    Raises:
-        MixedRandomOps: a forward draws for sharded and for whole values.
+    Of the modules that run from ``graphs``, only calls in them, such as layers, have random numbers of their own. Raises
+    ``MixedRandomOps`` if a forward draws for sharded and for whole values.
     """
     # the tracer marks every operation that may be random, such as attention with a rate of 0, so marked nodes are run
     drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and is_random(layouts.traced, node)]

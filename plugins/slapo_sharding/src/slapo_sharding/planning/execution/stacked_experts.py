@@ -11,7 +11,7 @@ def split_stack(schedule: Schedule) -> None:
     """Split stacked experts, and reduce their output and the gradient of their inputs."""
     cut = rules_of(schedule).stack_cut(schedule.mod)
     assert cut is not None
-    name = cut.main(schedule.mod)
+    name = cut.main_parameter(schedule.mod)
     schedule.shard(name, axis=cut.dims[name])
     schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
 

@@ -30,9 +30,6 @@ class SharedParameterError(ValueError):
 def adapted_modules(layouts: Layouts) -> dict[str, bool]:
     """Return the innermost modules with whole inputs and outputs around all operations that have to be adapted.
 
-    Args:
-        layouts: Dry run of the flat graph of the whole model.
-
     Returns:
         Paths, to whether the module must run from a graph because it cuts whole values or reduces their gradients.
     """
@@ -61,23 +58,17 @@ def communicates(layouts: Layouts, path: str) -> bool:
 def modules_that_cut_for(layouts: Layouts, path: str) -> set[str]:
     """Return the modules whose cuts of whole values require the module at ``path`` to run from a graph.
 
-    Args:
-        layouts: Dry run of the flat graph of the whole model.
-        path: One of ``adapted_modules``. For the model itself, only modules that no inner module encloses are returned.
+    For the model itself, only modules that no inner module encloses are returned.
     """
     modules = {node.meta.get("module", "") for found in _adaptations(layouts) for node in found}
     return {module for module in modules if (is_inside(module, path) if path else not _enclosing_module(layouts, module))}
 
 
 def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
-    """Return the names of whole parameters with partial gradients.
-
-    Args:
-        layouts: Dry run of the flat graph of the whole model.
-        paths: Modules that run from graphs, which reduce the gradients of their whole inputs.
+    """Return the names of whole parameters with partial gradients that no module in ``paths``, run from a graph, reduces.
 
     Raises:
-        SharedParameterError: such an input is computed from a parameter that is used elsewhere on shards too.
+        SharedParameterError: a whole input of such a module comes from a parameter that is used elsewhere on shards too.
     """
     summed, own = set[str](), set(layouts.partial_parameters)
     for node, other, names in layouts.partial_uses:
@@ -89,9 +80,8 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
             place = f"in {node.meta.get('module')!r} and by a module that runs from a graph"
-            raise SharedParameterError(
-                f"{min(both)!r} is used on sharded values {place}", layouts.sources.get(node, frozenset())
-            )
+            what = f"{min(both)!r} is used on sharded values {place}"
+            raise SharedParameterError(what, layouts.sources.get(node, frozenset()))
     return own - summed
 
 

@@ -147,14 +147,9 @@ def _leaf_indices(node: fx.Node, found: Collection[fx.Node]) -> list[int]:
 
 
 def _cut_arguments(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Group, summed: dict[fx.Node, fx.Node]) -> None:
-    """Cut whole arguments of a node, and reduce the gradients of those that each rank uses on its shard.
+    """Cut whole arguments of a node, and reduce the gradients of those, at ``uses``, that each rank uses on its shard.
 
-    Args:
-        layouts: Dry run.
-        node: Node.
-        uses: Leaf indices of the arguments whose gradients are reduced.
-        group: Tensor-parallel process group.
-        summed: Filled with the node that reduces each value's gradient, so that all uses share one reduction.
+    ``summed`` is filled with the node that reduces each value's gradient, so that all uses share one reduction.
     """
     values = leaves((node.args, node.kwargs))
     new: dict[int, Any] = {}

@@ -88,11 +88,7 @@ def make_attributes_local(
 ) -> Difference | None:
     """Set as few attributes as possible to local values; return None, or the difference with none of them set.
 
-    Args:
-        layouts: Dry run.
-        found: Result of ``candidate_attributes``.
-        size: Number of ranks.
-        problem: Traces this rank's model and returns its difference from the dry run.
+    ``problem`` traces this rank's model and returns its difference from the dry run.
     """
     first = problem()
     if first is None:
@@ -118,9 +114,8 @@ def _choices(found: list[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
 
 def _can_explain(layouts: Layouts, values: Mapping[AttributeKey, int], size: int) -> bool:
     """Return False if a size to divide cannot come from these attributes; this is cheaper than a trace."""
-    return all(
-        can_become(node, whole, whole // size, values) for node, sizes in layouts.sizes_to_divide.items() for whole in sizes
-    )
+    found = ((node, whole) for node, sizes in layouts.sizes_to_divide.items() for whole in sizes)
+    return all(can_become(node, whole, whole // size, values) for node, whole in found)
 
 
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
@@ -138,9 +133,8 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
             return _difference_at(whole, f"{part.target} runs instead of the unmodified model's {whole.target}")
         if (mode := part.meta.get("regions", ())) != (meant := whole.meta.get("regions", ())):
-            return _difference_at(
-                whole, f"{whole.name} runs with the gradient and autocast modes {mode or 'unset'} instead of {meant or 'unset'}"
-            )
+            what = f"{whole.name} runs with the gradient and autocast modes"
+            return _difference_at(whole, f"{what} {mode or 'unset'} instead of {meant or 'unset'}")
         if whole.target is expect:
             continue  # the value it guards is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)

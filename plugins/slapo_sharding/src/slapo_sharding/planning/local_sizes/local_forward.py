@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core import TraceError, is_sharded, split_inputs
 from slapo_tracing.graphs import Call, Guard, Variant, meta_copy, plain_signature
-from slapo_tracing.nodes import Hidden, unobserved, whole_shape
+from slapo_tracing.nodes import Hidden, whole_shape, without_observers
 from slapo_tracing.recording import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES
 from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 
@@ -101,12 +101,7 @@ class LocalForward(Hidden):
         return self._plan.parameters
 
     def check_example(self, root: nn.Module, target: str, example_inputs: Any) -> int:
-        """Run the dry run of the module's call in an example, with all layers whole.
-
-        Args:
-            root: Model.
-            target: Path of the module in the model.
-            example_inputs: Inputs of the model.
+        """Run the dry run of the call of ``target`` in an example of ``root``, with all layers whole.
 
         Returns:
             Number of whole values whose gradients the graph reduces.
@@ -162,11 +157,7 @@ class LocalForward(Hidden):
         return result
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Guard, Variant]:
-        """Return the graph of a call, traced if there is none yet.
-
-        Raises:
-            TraceError: see ``__call__``.
-        """
+        """Return the graph of a call, traced if there is none yet; raise ``TraceError`` as ``__call__`` does."""
         call = Call(self._parameters, self._module, args, kwargs)
         make = self._uncompiled_make if "torch._dynamo" in sys.modules else self._make
         return call, *(self._find(call) or make(call, args, kwargs))
@@ -191,9 +182,9 @@ class LocalForward(Hidden):
         """Return the graph that an identical module has for the call, or trace it."""
         for guard, variant in self._shared.get((_gradient_key(call), call.key), ()):
             if guard.problem(self._module, call) is None:
-                with unobserved():
+                with without_observers():
                     self._check_parts()
-                return self._keep(call, _copied_guard(guard), variant)
+                return self._cache_call(call, _copied_guard(guard), variant)
         return self._trace(call, args, kwargs)
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
@@ -201,7 +192,7 @@ class LocalForward(Hidden):
         _update_attributes(whole, self._module, ("", *plan.inlined))
         _copy_dtypes(whole, self._module)
         try:
-            with unobserved(), _no_parametrization(whole):
+            with without_observers(), _no_parametrization(whole):
                 self._check_parts()
                 graph, guard, constants = trace_again(whole, args, kwargs, plan.inlined, assigned="returned")
                 whole._buffers.update(constants)
@@ -218,19 +209,15 @@ class LocalForward(Hidden):
         variant = Variant(graph, f"Local{type(self._module).__name__}")
         if not constants:  # constants may belong to this module alone
             _cache_graph(self._shared, call, _copied_guard(guard), variant)
-        return self._keep(call, guard, variant)
+        return self._cache_call(call, guard, variant)
 
-    def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
+    def _cache_call(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
         self._recent = _gradient_key(call), guard, variant
         _cache_graph(self._calls, call, guard, variant)
         return guard, variant
 
     def _check_parts(self) -> None:
-        """Compare the shards of the layers on this rank with the plan.
-
-        Raises:
-            TraceError: a shard has another size, or belongs to a layer that stays whole.
-        """
+        """Raise ``TraceError`` for a shard of another size than planned, or of a layer that stays whole."""
         plan = self._plan
         for path, split in plan.splits.items():
             whole, module = self._whole.get_submodule(path), self._module.get_submodule(path)
@@ -248,11 +235,7 @@ class LocalForward(Hidden):
                 raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
 
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
-        """Run the dry run of a graph with layers split as planned.
-
-        Args:
-            graph: Graph.
-            whole: Module that holds the targets of the graph. None for the module's copy.
+        """Run the dry run of a graph of ``whole``, by default the module's copy, with layers split as planned.
 
         Raises:
             LayoutError: the splits do not fit together in this graph.
@@ -280,18 +263,13 @@ class LocalForward(Hidden):
         return layouts
 
     def _planned_branches(self, graph: fx.Graph, whole: nn.Module) -> list[Branches]:
-        """Return the branches of a graph that ranks run some each, as planned.
-
-        Raises:
-            TraceError: the graph has other branches.
-        """
+        """Return the branches that ranks run some each, as planned; raise ``TraceError`` if the graph has others."""
         planned = {name: split for name, split in self._plan.parameters.items() if split.owner is not None}
         if not planned:
             return []
-        found = [
-            each for each in find_branches(graph, whole, self._plan.ranks) if each.splits(self._plan.ranks).keys() & planned
-        ]
-        if {name: split for each in found for name, split in each.splits(self._plan.ranks).items()} != planned:
+        ranks = self._plan.ranks
+        found = [each for each in find_branches(graph, whole, ranks) if each.splits(ranks).keys() & planned]
+        if {name: split for each in found for name, split in each.splits(ranks).items()} != planned:
             raise TraceError("its branches are not those that the plan distributes to the ranks")
         return found
 
@@ -315,11 +293,7 @@ class LocalForward(Hidden):
 
 @contextmanager
 def _no_parametrization(module: nn.Module) -> Iterator[None]:
-    """Refuse a forward that parametrizes tensors while it runs: a graph would call the layer without that.
-
-    Raises:
-        TraceError: the forward does.
-    """
+    """Raise ``TraceError`` for a forward that parametrizes while it runs: a graph would call the layer without that."""
     with no_parametrization_in_forward() as found:
         yield
     if not {*module.modules()}.isdisjoint(found):

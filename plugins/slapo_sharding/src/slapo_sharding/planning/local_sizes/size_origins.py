@@ -53,7 +53,7 @@ class SizeWithOrigin(int):
 
 
 def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrigin, Any], Any]:
-    def remembering(self: SizeWithOrigin, other: Any) -> Any:
+    def operation_with_origin(self: SizeWithOrigin, other: Any) -> Any:
         value = operation(self, other)
         terms = self.terms + (other.terms if isinstance(other, SizeWithOrigin) else 1)
         if value is NotImplemented:
@@ -68,7 +68,7 @@ def _with_origin(operation: Callable[[int, Any], Any]) -> Callable[[SizeWithOrig
 
         return SizeWithOrigin(value, self.size, possible_values if terms <= _MAX_TERMS else self.possible_values, terms)
 
-    return remembering
+    return operation_with_origin
 
 
 def _possible_values(number: int, values: Mapping[AttributeKey, int], size: int) -> set[int]:
@@ -90,9 +90,8 @@ def integer_attributes(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
 @contextmanager
 def record_origins(root: nn.Module, size: int) -> Iterator[None]:
     """Record which attributes the integers computed inside come from."""
-    keys = {
-        (id(holder), name): (holder, value) for module in root.modules() for holder, name, value in integer_attributes(module)
-    }
+    found = (each for module in root.modules() for each in integer_attributes(module))
+    keys = {(id(holder), name): (holder, value) for holder, name, value in found}
     try:
         for key, (holder, value) in keys.items():
             vars(holder)[key[1]] = _attribute(holder, key, value, size)
@@ -111,26 +110,19 @@ def strip_origins(graph: fx.Graph) -> None:
     for node in graph.nodes:
         given: list[int] = []
 
-        def plain(value: Any, given: list[int] = given) -> Any:
+        def plain_size(value: Any, given: list[int] = given) -> Any:
             if not isinstance(value, int) or isinstance(value, bool):
                 return value
             given.append(value)
             return int(value)
 
-        args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
+        args, kwargs = map_aggregate(node.args, plain_size), map_aggregate(node.kwargs, plain_size)
         if any(isinstance(value, SizeWithOrigin) for value in given):
             node.args, node.kwargs, node.meta[_GIVEN] = args, kwargs, given
 
 
 def can_become(node: fx.Node, whole: int, part: int, values: Mapping[AttributeKey, int]) -> bool:
-    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for other values of some attributes.
-
-    Args:
-        node: Node of a graph of the unmodified model.
-        whole: Size among its arguments.
-        part: Size that one argument equal to ``whole`` has to become.
-        values: Values of the attributes to set. Other attributes keep their present values.
-    """
+    """Return whether a size ``whole`` among a node's arguments becomes ``part`` for these values of some attributes."""
     given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
     if not given or not all(isinstance(value, SizeWithOrigin) and value.terms <= _MAX_TERMS for value in given):
         return True  # its origin is not known

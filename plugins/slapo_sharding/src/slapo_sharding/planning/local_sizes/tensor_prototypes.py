@@ -19,9 +19,6 @@ def without_prototypes(graph: fx.Graph) -> None:
     Rewrite:
         x.view_as(y)             -->  x.view(*sizes of y)
         x.type_as(y) or x.to(y)  -->  x.to(dtype of y)
-
-    Args:
-        graph: Graph with values in ``meta["val"]``.
     """
     for node in graph.find_nodes(op="call_method"):
         name = function_name(node)
@@ -31,8 +28,6 @@ def without_prototypes(graph: fx.Graph) -> None:
         if name in _LIKE_SHAPE:
             node.target, node.args = _LIKE_SHAPE[name], (node.args[0], *values[1].shape)
         elif name in _LIKE_TYPE:
-            node.target, node.args = "to", (node.args[0], *_device_and_dtype(*values))
-
-
-def _device_and_dtype(given: Any, prototype: Any) -> tuple[Any, ...]:
-    return (prototype.dtype,) if given.device == prototype.device else (prototype.device, prototype.dtype)
+            given, prototype = values
+            device = () if given.device == prototype.device else (prototype.device,)
+            node.target, node.args = "to", (node.args[0], *device, prototype.dtype)

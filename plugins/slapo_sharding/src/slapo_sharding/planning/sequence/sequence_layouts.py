@@ -93,11 +93,11 @@ class SequenceLayouts(Layouts):
         named = dict(self.traced.named_parameters(remove_duplicate=False))
         partial = {id(named[name]): node for name, node in self.partial_parameters.items()}
         for node in self.graph.nodes:
-            for name in self._used_whole(node):
+            for name in self._parameters_used_whole(node):
                 if node_of := partial.get(id(named[name])):
                     raise MixedUseError(self, node_of, f"{name!r} is used on a shard of the sequence and on all of it")
 
-    def _used_whole(self, node: fx.Node) -> list[str]:
+    def _parameters_used_whole(self, node: fx.Node) -> list[str]:
         recorded = (self.local_shapes, self.partial_gradients, self.replicated_parts)
         if str(node.target) in self.splits or any(node in each for each in recorded):
             return []
@@ -114,11 +114,8 @@ class SequenceLayouts(Layouts):
             value = super().run_node(n)
         if self.is_split(n):
             self._check_split(n, value)
-        if (
-            n.op == "call_module"
-            and n.meta.get("draws")
-            and self.random_modules.setdefault(n.target, n in self.local_shapes) != (n in self.local_shapes)
-        ):
+        draws, is_sharded = n.op == "call_module" and n.meta.get("draws"), n in self.local_shapes
+        if draws and self.random_modules.setdefault(n.target, is_sharded) != is_sharded:
             raise LayoutError(self, self._with_sources(n), "it draws random numbers for a sharded value and for a whole one")
         self._track_gathered(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")

@@ -28,10 +28,7 @@ class SequenceSplitError(Exception):
 
 
 def split_sequence(layouts: Layouts) -> SequenceLayouts:
-    """Find the boundaries at which the sequence is scattered and gathered.
-
-    Args:
-        layouts: Dry run with the splits of layers. Its graph was traced inside ``mark_boundaries``.
+    """Find the boundaries at which the sequence is scattered and gathered, in a graph traced inside ``mark_boundaries``.
 
     Raises:
         SequenceSplitError: no split was found; the message has the reason.
@@ -55,9 +52,8 @@ class _Search:
             for blocks in () if self.starts else _block_lists(layouts.traced, is_list):
                 self._start(blocks)
         if not self.starts:
-            raise SequenceSplitError(
-                "no list of layers (nn.ModuleList, or nn.Sequential of one class) has inputs of shape [batch, sequence, width]"
-            )
+            kinds = "nn.ModuleList, or nn.Sequential of one class"
+            raise SequenceSplitError(f"no list of layers ({kinds}) has inputs of shape [batch, sequence, width]")
 
     def _start(self, blocks: list[str]) -> None:
         """Scatter the input of the first layer in a list."""
@@ -68,7 +64,8 @@ class _Search:
         shape, size = tuple(node.meta["val"].shape), self.layouts.mesh.size()
         if len(shape) != 3:
             return
-        if shape[0] not in {length for value in _inputs(self.layouts) for length in value.shape[:1]}:
+        inputs = [node.meta.get("val") for node in self.layouts.graph.find_nodes(op="placeholder")]
+        if shape[0] not in {length for value in inputs if isinstance(value, torch.Tensor) for length in value.shape[:1]}:
             raise SequenceSplitError(f"{node.args[1]!r} has inputs of shape {list(shape)}, not [batch, sequence, width]")
         if shape[1] % size:
             raise SequenceSplitError(f"the sequence in {node.args[1]!r} has length {shape[1]}, not divisible by {size} ranks")
@@ -90,11 +87,7 @@ class _Search:
         raise SequenceSplitError(f"no split was found in {_MAX_DRY_RUNS} dry runs")
 
     def _adjust(self, layouts: SequenceLayouts, err: LayoutError) -> None:
-        """Change the plan at the node where the dry run failed.
-
-        Raises:
-            SequenceSplitError: no change is left to try.
-        """
+        """Change the plan at the node where the dry run failed; raise ``SequenceSplitError`` if no change is left to try."""
         if isinstance(err, MixedUseError):
             done = False
         elif isinstance(err, PartialGradientError):
@@ -204,12 +197,9 @@ class _Search:
         path, mode = place
         if self.plan.block_of(path) is None:
             return [place]
-        cls, modules = type(self.modules[path]), self.modules.items()
-        return [
-            (other, mode)
-            for other, module in modules
-            if type(module) is cls and without_block_numbers(other) == without_block_numbers(path)
-        ]
+        cls, kind = type(self.modules[path]), without_block_numbers(path)
+        same = (other for other, module in self.modules.items() if type(module) is cls)
+        return [(other, mode) for other in same if without_block_numbers(other) == kind]
 
     def _add(self, place: Boundary, collective: BoundaryCollective) -> None:
         self.plan.collectives.update(dict.fromkeys(self._same_in_blocks(place), collective))
@@ -222,19 +212,11 @@ class _Search:
     def _reduce_in_layers(self, layouts: SequenceLayouts) -> bool:
         """Reduce gradients in the layers below a gather if one of them reduces that of another value; return if any changed."""
         own = [path for path, summed in layouts.input_gradient_reduced.items() if not summed]
-        around = [
-            place
-            for place, collective in self.plan.collectives.items()
-            if collective.backward == "reduce_scatter" and any(path.startswith(f"{place[0]}.") for path in own)
-        ]
+        summing = [place for place, each in self.plan.collectives.items() if each.backward == "reduce_scatter"]
+        around = [place for place in summing if any(path.startswith(f"{place[0]}.") for path in own)]
         for place in around:
             self.plan.collectives[place] = replace(self.plan.collectives[place], backward="split")
         return bool(around)
-
-
-def _inputs(layouts: Layouts) -> list[torch.Tensor]:
-    values = [node.meta.get("val") for node in layouts.graph.find_nodes(op="placeholder")]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _tensors_of(n: fx.Node) -> Iterator[fx.Node]:

@@ -21,13 +21,7 @@ _ELEMENTWISE = frozenset(
 
 
 def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
-    """Return whether a node's result may depend on the order of tokens. Linear layers are not asked about.
-
-    Args:
-        node: Node with inputs in another order.
-        module: Module that it calls, or None.
-        reordered: Nodes with values in another order.
-    """
+    """Return whether a node may depend on the order of its ``reordered`` tokens. Linear layers are not asked about."""
     name = function_name(node)
     if module is not None:
         name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""

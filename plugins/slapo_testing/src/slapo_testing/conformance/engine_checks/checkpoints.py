@@ -44,7 +44,7 @@ def _refuses_what_is_not_there(case: EngineCase, engine: Engine) -> None:
         raise ConformanceError("load() of a folder that is not there raises nothing")
 
 
-def damaged(case: EngineCase) -> None:
+def damage(case: EngineCase) -> None:
     """Check that after a failed ``load`` of a damaged checkpoint the engine continues unchanged, or says that it cannot."""
     losses = case.losses(case.example.options)
     with case.engine() as engine:

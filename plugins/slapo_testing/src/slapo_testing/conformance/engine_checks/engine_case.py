@@ -112,7 +112,7 @@ class EngineCase:
             total += float(loss.detach())
         return total
 
-    def evaluated(self, model: nn.Module, step: int) -> float:
+    def unmodified_loss(self, model: nn.Module, step: int) -> float:
         """Return the loss of the unmodified model in evaluation mode."""
         with torch.no_grad():
             return float(self.loss(copy.deepcopy(model).eval(), self.example.batch(step)))

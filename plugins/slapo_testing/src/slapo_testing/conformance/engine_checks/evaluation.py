@@ -27,13 +27,13 @@ def evaluation(case: EngineCase) -> None:
             if modes not in ([], now):
                 raise ConformanceError("after eval_batch() modules are in another mode in training")
             modes = now
-            case.equal(_evaluate(case, engine, step), case.evaluated(model, step), f"eval_batch() after step {step + 1}")
+            case.equal(_evaluate(case, engine, step), case.unmodified_loss(model, step), f"eval_batch() after step {step + 1}")
 
 
 def _evaluate(case: EngineCase, engine: Engine, step: int) -> float:
     """Return the loss of a call, which must change nothing."""
     before = _parameters(engine.module)
-    with _watched(engine.module) as seen:
+    with _record_modes(engine.module) as seen:
         loss = engine.eval_batch(**case.batch(step))
     for what in ("in training mode", "with gradients"):
         if step > 0 and what in seen:  # before its first evaluation an engine may trace its model
@@ -61,7 +61,7 @@ def _same(gradient: torch.Tensor | None, before: torch.Tensor | None) -> bool:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[dict[str, str]]:
+def _record_modes(model: nn.Module) -> Iterator[dict[str, str]]:
     """Record the modules that run in training mode or with gradients, in a ``with`` block."""
     seen: dict[str, str] = {}
 

@@ -15,7 +15,7 @@ from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import ConformanceError, check_sentence
 from ..examples.examples import EngineExample, RefusedOption
 from ..examples.model_snapshot import Snapshot, first_of
-from .checkpoints import background, checkpoint, damaged
+from .checkpoints import background, checkpoint, damage
 from .engine_case import EngineCase
 from .evaluation import evaluation
 
@@ -65,7 +65,7 @@ def _builds_without_optimizer(case: EngineCase) -> None:
     except Exception as error:
         raise ConformanceError(f"{what} raises {type(error).__name__}, and is no BuildError: {error}") from error
     else:
-        case.equal(found, case.evaluated(case.model(), 0), f"eval_batch() after {what}")
+        case.equal(found, case.unmodified_loss(case.model(), 0), f"eval_batch() after {what}")
 
 
 def steps(case: EngineCase) -> None:
@@ -115,7 +115,7 @@ def _means_the_same(case: EngineCase, name: str, value: Any) -> None:
         engine.close()
 
 
-def closing(case: EngineCase) -> None:
+def shutdown(case: EngineCase) -> None:
     """Check that ``close`` ends threads, can be called twice, and allows another engine."""
     expected = case.losses(case.example.options)
     threads = {*threading.enumerate()}
@@ -134,9 +134,9 @@ CHECKS: dict[str, Callable[[EngineCase], None]] = {
     "options": options,
     "eval": evaluation,
     "checkpoint": checkpoint,
-    "damaged": damaged,
+    "damaged": damage,
     "background": background,
-    "close": closing,
+    "close": shutdown,
 }
 """Checks that run on each example of a dialect."""
 

@@ -154,7 +154,7 @@ class Case:
             self.example.after(schedule)
         return schedule
 
-    def scheduled(self) -> Schedule:
+    def make_schedule(self) -> Schedule:
         """Return the schedule of a new model with all steps."""
         schedule = self.begin()
         self.step(schedule)
@@ -194,9 +194,9 @@ class Case:
             keep(wanted, found)
         for difference in differences(wanted, found, Tolerance(self.example.atol, self.example.rtol)):
             mode = "training" if self.training else "evaluation"
-            raise ConformanceError(f"{what}, in {mode}: {difference.message}{self._meant(difference.message)}")
+            raise ConformanceError(f"{what}, in {mode}: {difference.message}{self._hint(difference.message)}")
 
-    def _meant(self, message: str) -> str:
+    def _hint(self, message: str) -> str:
         """Return a hint for the author."""
         lost = "no parameter of this original name" in message and "names" in self.example.changes
         return '; for a step that changes names, numerics="outputs" is meant' if lost else ""
@@ -218,14 +218,14 @@ class Case:
         return drop
 
     @contextmanager
-    def unchanged(self, schedule: Schedule, what: str) -> Any:
+    def check_unchanged(self, schedule: Schedule, what: str) -> Any:
         """Check that a ``with`` block leaves the model as it was, to the bit."""
         before = Snapshot(schedule)
         yield
         if found := before.differences(Snapshot(schedule)):
             raise ConformanceError(f"{what}, {first_of(found)}")
 
-    def takes(self, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
+    def accepts(self, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
         """Return True if an action succeeds. It may refuse, in one sentence, and must then leave the model as it was."""
         before = Snapshot(schedule)
         try:

@@ -178,7 +178,67 @@ class EngineExample:
         return (self.name or getattr(self.model, "__name__", "a model")) + (f" with {axes}" if axes else "")
 
 
-def _check_module_level(example: Example | EngineExample) -> None:
+@dataclass(frozen=True)
+class KernelExample:
+    """One call of a kernel.
+
+    Args:
+        args: Positional arguments. Floating-point tensors are cast to each dtype and get gradients, but not those with
+            infinities, which are masks.
+        kwargs: Keyword arguments.
+        refused: Regular expression that matches a part of the reason why the implementation refuses the call; ``""`` if it must
+            compute the call, None if it may do either.
+        name: Name in messages of failed checks.
+    """
+
+    args: Arguments
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    refused: str | None = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __str__(self) -> str:
+        tensors = [str(list(each.shape)) for each in self.args if isinstance(each, torch.Tensor)]
+        options = [f"{name}={value}" for name, value in self.kwargs.items() if not isinstance(value, torch.Tensor)]
+        return self.name or ", ".join(tensors + options)
+
+
+@dataclass(frozen=True)
+class RuleExample:
+    """A layer that a sharding rule splits. All functions are at module level, and all values can be pickled.
+
+    Args:
+        layer: Makes the layer; it runs with a seed, so that all layers are equal.
+        inputs: As ``Example.inputs``. Where the layer takes a sharded input, the first floating-point tensor is split.
+        refused: Calls of ``shard`` on the layer that are refused. All other splits that the rule offers must work.
+        ranks: Number of processes.
+        atol: Largest absolute difference.
+        rtol: Largest relative difference.
+        plugins: Modules with hook implementations to use with core, tracing and sharding only; default: all installed plugins.
+        name: Name in messages of failed checks.
+    """
+
+    layer: Callable[[], nn.Module]
+    inputs: Arguments | dict[str, Any] | Callable[[], Arguments | dict[str, Any]]
+    refused: Sequence[Refused] = ()
+    ranks: int = 2
+    atol: float = 1e-5
+    rtol: float = 1e-5
+    plugins: Sequence[str] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, Refused)
+        _check_module_level(self)
+
+    def __str__(self) -> str:
+        made = getattr(self.layer, "func", self.layer)  # of a partial
+        return self.name or getattr(made, "__name__", "a layer")
+
+
+def _check_module_level(example: Example | EngineExample | RuleExample) -> None:
     """Refuse functions that other processes cannot find by name."""
     for word, function in vars(example).items():
         if "<" in getattr(function, "__qualname__", ""):

@@ -45,8 +45,8 @@ class Snapshot:
             here = f"module {path!r}"
             yield f"{here}", self._identity(module)
             yield f"the class of {here}", type(module)
-            yield f"metadata of {here}", sorted(top._root.metadata_of(module).primitives)
-            yield f"tags in the metadata of {here}", set(top._root.metadata_of(module).param_tags)
+            yield f"metadata of {here}", sorted(top[path].metadata.primitives)
+            yield f"tags in the metadata of {here}", set(top[path].metadata.param_tags)
             if isinstance(module, fx.GraphModule):
                 yield f"the graph of {here}", str(module.graph)
             for name, value in module.__dict__.items():

@@ -33,6 +33,7 @@ def _are_inputs(value: Any) -> bool:
 
 FIELD_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_function, "a function that makes one each time, such as its class"),
+    "layer": (_is_function, "a function that makes one each time, such as its class"),
     "inputs": (_are_inputs, "a tuple of positional or a dict of keyword arguments, or a function that gives one"),
     "batch": (_is_function, "a function that gives the batch of a step"),
     "path": (lambda value: isinstance(value, str), "a string, '' for the whole model"),
@@ -66,11 +67,11 @@ def check_fields(given: Any, refused: type | None = None) -> None:
     for each in fields(given):
         word, value = each.name, getattr(given, each.name)
         if word in FIELD_RULES and value is not each.default and not FIELD_RULES[word][0](value):
-            raise ValueError(f"{word} of the {kind} is {_shown(value)}; give {FIELD_RULES[word][1]}")
+            raise ValueError(f"{word} of the {kind} is {_describe(value)}; give {FIELD_RULES[word][1]}")
     if refused is not None and not (
         isinstance(given.refused, (list, tuple)) and all(isinstance(each, refused) for each in given.refused)
     ):
-        raise ValueError(f"refused of the {kind} is {_shown(given.refused)}; give a list of {refused.__name__}")
+        raise ValueError(f"refused of the {kind} is {_describe(given.refused)}; give a list of {refused.__name__}")
 
 
 def check_examples_list(kind: str, name: Any, examples: Any, wanted: type) -> list[Any]:
@@ -86,22 +87,22 @@ def check_examples_list(kind: str, name: Any, examples: Any, wanted: type) -> li
         ValueError: not a name, or not examples of that kind.
     """
     if not isinstance(name, str):
-        raise ValueError(f"{_shown(name)} is no name of a {kind}; give the string by which it is registered")
+        raise ValueError(f"{_describe(name)} is no name of a {kind}; give the string by which it is registered")
     if isinstance(examples, str) or not isinstance(examples, Iterable):
-        raise ValueError(f"examples of the {kind} {name!r} are {_shown(examples)}; give a list of {wanted.__name__}")
+        raise ValueError(f"examples of the {kind} {name!r} are {_describe(examples)}; give a list of {wanted.__name__}")
     found = [*examples]
     for example in found:
         if not isinstance(example, wanted):
-            raise ValueError(f"an example of the {kind} {name!r} is {_shown(example)}; give {wanted.__name__}")
+            raise ValueError(f"an example of the {kind} {name!r} is {_describe(example)}; give {wanted.__name__}")
     return found
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     """In a few words."""
-    short = isinstance(value, (str, int, float, type(None), type)) or (isinstance(value, (tuple, list)) and not _long(value))
+    short = isinstance(value, (str, int, float, type(None), type)) or (isinstance(value, (tuple, list)) and not _is_long(value))
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     return repr(value) if short else f"one {type(value).__name__}{shape}"
 
 
-def _long(value: Any) -> bool:
+def _is_long(value: Any) -> bool:
     return len(repr(value)) > 60

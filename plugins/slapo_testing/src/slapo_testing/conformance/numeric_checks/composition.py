@@ -46,15 +46,15 @@ def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], 
         actions.insert(0, (f"what comes before it, after {word}()", partial(case.example.before, schedule)))
     actions.insert(0 if first else 2, (f"{word}() {'alone' if first else 'after the step'}", partial(other, case, schedule)))
     for what, action in actions:
-        if not _taken(case, schedule, what, action):
+        if not _is_accepted(case, schedule, what, action):
             return
     try:
-        case.compare(case.scheduled().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
+        case.compare(case.make_schedule().mod, schedule.mod, f"with {word}() {'before' if first else 'after'} the step")
     except SlapoError as error:  # a model may also say when it runs that the two do not go together
         check_sentence(error, f"{word}() {'before' if first else 'after'} the step")
 
 
-def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
+def _is_accepted(case: Case, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
     """Return the result of ``Case.takes``. Of several steps the first may have been taken, so the model is not compared."""
     if what.startswith("what comes"):
         try:
@@ -62,7 +62,7 @@ def _taken(case: Case, schedule: Schedule, what: str, action: Callable[[], Any])
         except SlapoError:
             return False
         return True
-    return case.takes(schedule, what, action)
+    return case.accepts(schedule, what, action)
 
 
 def _trace(case: Case, schedule: Schedule) -> None:
@@ -74,8 +74,8 @@ def _checkpoint(case: Case, schedule: Schedule) -> None:
     if "checkpoint" in case.registry.names("primitive"):
         at.apply("checkpoint")
     elif type(at.mod).forward is not nn.Module.forward:
-        wrap_forward(at.mod, _recomputed)
+        wrap_forward(at.mod, _call_with_recomputation)
 
 
-def _recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_with_recomputation(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(call, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else call(*args, **kwargs)

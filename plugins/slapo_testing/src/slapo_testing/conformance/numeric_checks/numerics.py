@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, SlapoError, rng_state
-from slapo_verify.comparison import Run, Staged, as_built, weighted_sum
+from slapo_verify.comparison import Run, StagedModel, as_built, weighted_sum
 
 from ..examples.case import BUFFER_LABEL, Case, ConformanceError, check_sentence
 from .training_steps import compare_trained
@@ -75,7 +75,7 @@ def _compare_circumstances(case: Case, course: list[Circumstance]) -> tuple[nn.M
         _expected_result(case, each, reference) for each in course
     ]  # before the step, which may change what all compute
     _has_numbers(expected)
-    schedule = case.scheduled()
+    schedule = case.make_schedule()
     for each, wanted in zip(course, expected, strict=True):
         if wanted is not None:
             _matches_expected(case, each, schedule.mod, wanted)
@@ -93,7 +93,7 @@ def _has_numbers(expected: list[RunResult | None]) -> None:
 def _circumstances(case: Case) -> Iterator[Circumstance]:
     yield Circumstance("")
     yield Circumstance("the second time, ")
-    yield Circumstance("with gradients accumulated, ", _accumulated)
+    yield Circumstance("with gradients accumulated, ", _accumulate_gradients)
     if not case.training:
         yield Circumstance("without gradients, ", _without_gradients)
         yield Circumstance("with inputs that are not contiguous, ", _not_contiguous)
@@ -119,7 +119,7 @@ def _without_gradients(case: Case, model: nn.Module) -> Run:
         return case.run(model)
 
 
-def _accumulated(case: Case, model: nn.Module) -> Run:
+def _accumulate_gradients(case: Case, model: nn.Module) -> Run:
     """Return the gradients of two forwards and backwards."""
 
     def loss(outputs: Any) -> torch.Tensor | None:
@@ -170,5 +170,5 @@ def _run_result(case: Case, each: Circumstance, model: nn.Module) -> RunResult:
 def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
     """Check that the pipeline stages, if there are any, compute the same as the model."""
     runs = as_built(schedule)
-    if isinstance(runs, Staged):
+    if isinstance(runs, StagedModel):
         case.compare(reference, runs, f"in {runs.count} stages")

@@ -40,7 +40,7 @@ def _check(case: Case, how: str, context: AbstractContextManager[Any]) -> None:
     except Exception:  # the unmodified model's own: it does not run so
         return
     try:
-        model = case.scheduled().mod
+        model = case.make_schedule().mod
         with context:
             found = _run(case, model)
     except SlapoError as error:
@@ -57,8 +57,7 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
     exact = _run(case, case.model())
-    apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
-    noise = {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+    noise = rounding_errors(exact, wanted)
     tolerance = Tolerance(case.example.atol, max(RELATIVE_TOLERANCE, case.example.rtol), RELATIVE_TOLERANCE, noise)
     common_buffers(wanted, found)
     case.keep(model)(wanted, found)
@@ -67,7 +66,13 @@ def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -
         raise ConformanceError(f"{what}: {difference.message}")
 
 
-def _wide(run: Run) -> Run:
+def rounding_errors(exact: Run, rounded: Run) -> dict[str, float]:
+    """Return the allowed difference of each result, in multiples of the rounding error of an unmodified run."""
+    apart = differences(_to_float64(exact), _to_float64(rounded), Tolerance(0.0, 0.0))
+    return {each.what: ROUNDING_FACTOR * each.absolute for each in apart if each.absolute is not None}
+
+
+def _to_float64(run: Run) -> Run:
     """Return the same numbers in float64."""
 
     def wide(value: Any) -> Any:

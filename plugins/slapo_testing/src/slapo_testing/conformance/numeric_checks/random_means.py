@@ -15,7 +15,7 @@ RUNS = 200
 
 def means(case: Case) -> None:
     """Check that the means of many training runs, and of the squares, are within six standard errors."""
-    wanted, found = _moments(case, case.model()), _moments(case, case.scheduled().mod)
+    wanted, found = _moments(case, case.model()), _moments(case, case.make_schedule().mod)
     for (path, mean, error), (_, other, error_of_other) in zip(wanted, found, strict=True):
         allowed = 6 * (error.square() + error_of_other.square()).sqrt() + case.example.atol
         if bool(((mean - other).abs() > allowed).any()):

@@ -40,13 +40,13 @@ def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, tor
     total = weighted_sum(model(*args, **kwargs))
     if total is not None:
         total.backward()  # type: ignore[no-untyped-call]
-    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _named(model) if tensor.grad is not None}
+    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _original_parameters(model) if tensor.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
     return found
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _original_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield from ((original, parameter) for original in parameter_facts(parameter).names or (name,))
 

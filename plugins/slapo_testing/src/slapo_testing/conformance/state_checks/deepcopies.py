@@ -17,7 +17,7 @@ from ..examples.case import Case, ConformanceError
 
 def check_deepcopy(case: Case) -> None:
     """Check that a deep copy of the scheduled model computes the same, keeps parameter facts, and shares no memory."""
-    schedule = case.scheduled()
+    schedule = case.make_schedule()
     copied = copy.deepcopy(schedule.mod)
     tensors = dict(schedule.mod.named_parameters(remove_duplicate=False))
     for name, parameter in copied.named_parameters(remove_duplicate=False):

@@ -43,17 +43,17 @@ class CallCounter:
         self.failed = ""
 
     @contextmanager
-    def watching(self) -> Iterator[CallCounter]:
+    def count_calls(self) -> Iterator[CallCounter]:
         """Count the calls of this thread in a ``with`` block, in place of a debugger."""
         before, logging.raiseExceptions = (sys.gettrace(), logging.raiseExceptions), False  # it would print what it swallows
-        sys.settrace(self._called)
+        sys.settrace(self._trace_call)
         try:
             yield self
         finally:
             sys.settrace(before[0])
             logging.raiseExceptions = before[1]
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+    def _trace_call(self, frame: FrameType, event: str, _: Any) -> None:
         caller = frame.f_back
         if event != "call" or caller is None or not caller.f_code.co_filename.startswith(self._prefix):
             return

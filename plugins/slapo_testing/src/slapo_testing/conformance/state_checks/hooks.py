@@ -28,14 +28,14 @@ def _fire_as_before(case: Case, hook: Hook) -> None:
     expected: dict[str, int] = {}
     plain = case.begin(plain=True)
     _hook(case, plain, hook, expected)
-    if not _ran(case, plain, hook):
+    if not _runs_with_hooks(case, plain, hook):
         return
     fired: dict[str, int] = {}
     schedule = case.begin()
     _hook(case, schedule, hook, fired)
-    if not case.takes(schedule, "the step on a module with hooks", partial(case.step, schedule)):
+    if not case.accepts(schedule, "the step on a module with hooks", partial(case.step, schedule)):
         return
-    if not case.takes(schedule, "a step after that on a module with hooks", partial(case.finish, schedule)):
+    if not case.accepts(schedule, "a step after that on a module with hooks", partial(case.finish, schedule)):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as of the unmodified model
@@ -45,7 +45,7 @@ def _fire_as_before(case: Case, hook: Hook) -> None:
             raise ConformanceError(f"{what} fires {fired.get(what, 0)} times in a step of training, {count} before")
 
 
-def _ran(case: Case, plain: Schedule, hook: Hook) -> bool:
+def _runs_with_hooks(case: Case, plain: Schedule, hook: Hook) -> bool:
     """Return True if the unmodified model runs with the hooks. One that modifies an output in place does not run with all."""
     try:
         with warnings.catch_warnings():
@@ -67,23 +67,23 @@ def _hook(case: Case, schedule: Schedule, hook: Hook, fired: dict[str, int]) -> 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             what = f"the gradient hook of {name!r}"
-            parameter.register_hook(_Counting(fired, what))  # type: ignore[no-untyped-call]
+            parameter.register_hook(_CountingHook(fired, what))  # type: ignore[no-untyped-call]
 
 
 def _forward_hooks(module: nn.Module, label: str, fired: dict[str, int]) -> None:
-    module.register_forward_pre_hook(_Counting(fired, f"the forward pre-hook of {label}"))
-    module.register_forward_hook(_Counting(fired, f"the forward hook of {label}"))
+    module.register_forward_pre_hook(_CountingHook(fired, f"the forward pre-hook of {label}"))
+    module.register_forward_hook(_CountingHook(fired, f"the forward hook of {label}"))
     kind = "hook with keyword arguments"
-    module.register_forward_pre_hook(_Counting(fired, f"the forward pre-{kind} of {label}", 3), with_kwargs=True)
-    module.register_forward_hook(_Counting(fired, f"the forward {kind} of {label}", 4), with_kwargs=True)
+    module.register_forward_pre_hook(_CountingHook(fired, f"the forward pre-{kind} of {label}", 3), with_kwargs=True)
+    module.register_forward_hook(_CountingHook(fired, f"the forward {kind} of {label}", 4), with_kwargs=True)
 
 
 def _backward_hooks(module: nn.Module, label: str, fired: dict[str, int]) -> None:
-    module.register_full_backward_pre_hook(_Counting(fired, f"the backward pre-hook of {label}"))
-    module.register_full_backward_hook(_Counting(fired, f"the backward hook of {label}"))
+    module.register_full_backward_pre_hook(_CountingHook(fired, f"the backward pre-hook of {label}"))
+    module.register_full_backward_hook(_CountingHook(fired, f"the backward hook of {label}"))
 
 
-class _Counting:
+class _CountingHook:
     """Hook that counts its calls; copies of it count there too.
 
     Args:

@@ -55,7 +55,7 @@ def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
         return
     if not case.example.writable:
         raise ConformanceError("the example says that the step cannot be written down, but save() does")
-    again = _replayed(case, file)
+    again = _replay(case, file)
     if str(again.journal) != str(schedule.journal):
         raise ConformanceError(f"the journal of {file.suffix} reads {again.journal!s}, not {schedule.journal!s}")
     wanted, found = structure(schedule), structure(again)
@@ -65,7 +65,7 @@ def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
         case.compare(_all_at_once(case).mod, again.mod, f"the model made from {file.suffix}")
 
 
-def _replayed(case: Case, file: Path) -> Schedule:
+def _replay(case: Case, file: Path) -> Schedule:
     options: dict[str, Any] = {"example_inputs": case.example_inputs(), "plugins": case.registry}
     model = case.model()
     torch.manual_seed(2)

@@ -46,7 +46,7 @@ def process(case: Case) -> None:
 
     Changed state is restored in any case.
     """
-    wanted = _unmodified(case)
+    wanted = _run_unmodified(case)
     schedule = case.begin()
     inputs = copy_containers(schedule.example_inputs, clone=True)
     _check_process(case, schedule)
@@ -56,10 +56,10 @@ def process(case: Case) -> None:
         raise ConformanceError(f"the step leaves a gradient in {kept[0]!r}")
     if case.example.numerics != "none":
         what = "after the step a model without it computes another thing"
-        replace(case, training=False).same(wanted, _unmodified(case), what)
+        replace(case, training=False).same(wanted, _run_unmodified(case), what)
 
 
-def _unmodified(case: Case) -> Run:
+def _run_unmodified(case: Case) -> Run:
     """Return the results of a model without the step."""
     quiet = replace(case, training=False)
     model = quiet.model()
@@ -103,7 +103,7 @@ class _RandomStates:
         """Return the names of the random states that have changed."""
         now = _RandomStates()
         pairs = {
-            _TORCH_STATE: (_plain(self._torch), _plain(now._torch)),
+            _TORCH_STATE: (_state_lists(self._torch), _state_lists(now._torch)),
             "the random state of Python": (self._python, now._python),
             "the random state of NumPy": (self._numpy and self._numpy[1], now._numpy and now._numpy[1]),
         }
@@ -117,7 +117,7 @@ class _RandomStates:
             sys.modules["numpy"].random.set_state(self._numpy[0])
 
 
-def _plain(state: RNGState) -> Any:
+def _state_lists(state: RNGState) -> Any:
     def of(devices: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
         return {device: tensor.tolist() for device, tensor in devices.items()}
 

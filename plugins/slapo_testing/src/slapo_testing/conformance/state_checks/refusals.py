@@ -19,7 +19,7 @@ from ..examples.model_snapshot import Snapshot, first_of
 def refusals(case: Case) -> None:
     """Check that a wrong call is refused in one sentence without a change; other calls may succeed or be refused so."""
     for refused in case.example.refused:
-        _refuse(case, refused, f"{case.name}({_shown(refused)})")
+        _refuse(case, refused, f"{case.name}({_argument_text(refused)})")
     _refuse_other_modules(case)
     _refuse_second_call(case)
     _refuse_meta_model(case)
@@ -28,7 +28,7 @@ def refusals(case: Case) -> None:
 def _refuse(case: Case, refused: Refused, what: str) -> None:
     schedule = case.begin()
     args = copy_containers(refused.args(schedule) if callable(refused.args) else refused.args)
-    with case.unchanged(schedule, f"after {what} was refused"):
+    with case.check_unchanged(schedule, f"after {what} was refused"):
         try:
             case.at(schedule, refused).apply(case.name, *args, **copy_containers(dict(refused.kwargs)))
         except Exception as error:
@@ -93,11 +93,11 @@ def _works_or_refuses(case: Case, schedule: Schedule, path: str, what: str) -> N
         schedule.undo()
 
 
-def _shown(refused: Refused) -> str:
-    args = ["..."] if callable(refused.args) else [_short(value) for value in refused.args]
-    return ", ".join([*args, *(f"{key}={_short(value)}" for key, value in refused.kwargs.items())])
+def _argument_text(refused: Refused) -> str:
+    args = ["..."] if callable(refused.args) else [_short_text(value) for value in refused.args]
+    return ", ".join([*args, *(f"{key}={_short_text(value)}" for key, value in refused.kwargs.items())])
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = str(getattr(value, "__name__", None) or repr(value))
     return text if len(text) < 40 and " at 0x" not in text else type(value).__name__

@@ -22,12 +22,12 @@ def check_rollback(case: Case) -> None:
     """Check that a step that fails at any place leaves the model as it was, and can be taken afterwards."""
     case.step(case.begin())  # what is imported or kept by the process now is not in the way of counting
     schedule = case.begin()
-    with _observer_that_raises(case), case.unchanged(schedule, "after an error of slapo_after_apply"):
-        _fails(partial(case.step, schedule))
+    with _observer_that_raises(case), case.check_unchanged(schedule, "after an error of slapo_after_apply"):
+        _expect_error(partial(case.step, schedule))
     if case.example.ranks == 1:
         _fails_in_the_middle(case, schedule)
     case.step(schedule)
-    wanted, found = structure(case.scheduled()), structure(case.finish(schedule))
+    wanted, found = structure(case.make_schedule()), structure(case.finish(schedule))
     if wanted != found:
         raise ConformanceError(f"the step taken after failed ones is another one: {first_difference(wanted, found)}")
 
@@ -35,14 +35,14 @@ def check_rollback(case: Case) -> None:
 def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
     folder = folder_of(case.primitive.apply)
     calls = CallCounter(folder)
-    with calls.watching():
+    with calls.count_calls():
         case.step(schedule)
     wanted = structure(schedule)
     schedule.undo()
     for number in evenly_spaced(calls.count, INJECTIONS):
         calls, before = CallCounter(folder, number), Snapshot(schedule)
         try:
-            with calls.watching():
+            with calls.count_calls():
                 case.step(schedule)
         except Exception as error:
             changed = before.differences(Snapshot(schedule))
@@ -77,7 +77,7 @@ def _observer_that_raises(case: Case) -> Iterator[None]:
         manager.unregister(observer)
 
 
-def _fails(action: Callable[[], Any]) -> None:
+def _expect_error(action: Callable[[], Any]) -> None:
     try:
         action()
     except _ObserverError:
@@ -88,6 +88,6 @@ def _fails(action: Callable[[], Any]) -> None:
 def check_undo(case: Case) -> None:
     """Check that ``undo`` leaves the model as it was."""
     schedule = case.begin()
-    with case.unchanged(schedule, "after undo()"):
+    with case.check_unchanged(schedule, "after undo()"):
         case.step(schedule)
         schedule.undo()

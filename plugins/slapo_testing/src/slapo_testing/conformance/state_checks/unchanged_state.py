@@ -24,7 +24,7 @@ def contracts(case: Case) -> None:
     broken = dict[str, str]()
     for training in (True, False):
         mine = replace(case, training=training)
-        before, schedule = _ModelFacts(mine.model()), mine.scheduled()
+        before, schedule = _ModelFacts(mine.model()), mine.make_schedule()
         for what, sentence in _violations(before, schedule, training):
             broken.setdefault(what, sentence)
         check_replicas(schedule)
@@ -74,7 +74,7 @@ def _violations(before: _ModelFacts, schedule: Schedule, training: bool) -> Iter
     for name, tensor in before.values.items():
         for other in values.get(name, [None]) if name in found else ():
             if not _same(other, tensor):
-                yield "values", f"the full parameter {name!r} is {_shown(other)}, not {_shown(tensor)} of the same values"
+                yield "values", f"the full parameter {name!r} is {_text(other)}, not {_text(tensor)} of the same values"
         if name in found and found[name].requires_grad != before.requires_grad[name]:
             yield "requires_grad", f"requires_grad of {name!r} is {found[name].requires_grad}, which it was not"
     yield from _module_violations(before, model, training)
@@ -110,5 +110,5 @@ def _same(found: torch.Tensor | None, tensor: torch.Tensor) -> bool:
     return found is not None and found.dtype == tensor.dtype and torch.equal(found, tensor)
 
 
-def _shown(tensor: Any) -> str:
+def _text(tensor: Any) -> str:
     return f"a {tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else "missing"

@@ -21,11 +21,11 @@ def normalize_state(optimizer: Optimizer) -> None:
         for parameter, state in each.state.items():
             if isinstance(parameter, DTensor) and isinstance(state, dict):
                 for key, value in state.items():
-                    if isinstance(value, DTensor) and (new := _normalized(value, parameter)) is not value:
+                    if isinstance(value, DTensor) and (new := _match_placements(value, parameter)) is not value:
                         state[key] = new
 
 
-def _normalized(value: DTensor, parameter: DTensor) -> torch.Tensor:
+def _match_placements(value: DTensor, parameter: DTensor) -> torch.Tensor:
     if value.dim() == 0:
         return value.full_tensor()
     form = parameter.placements if value.shape == parameter.shape else (Replicate(),)
@@ -59,13 +59,10 @@ def has_parts(value: Any) -> bool:
     return any(map(has_parts, value)) if isinstance(value, list | tuple) else isinstance(value, DTensor)
 
 
-def loaded(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return loaded state of a parameter in the form of its steps.
+def step_state(parameter: torch.Tensor, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return loaded state of a sharded stand-in, or a plain parameter, in the form of its steps.
 
-    Args:
-        parameter: A sharded stand-in, or a plain parameter.
-        elements: Per-element state of the rank's shard, by the optimizer's keys.
-        rest: Other state.
+    ``elements`` is per-element state of the rank's shard, by the optimizer's keys.
     """
     if not isinstance(parameter, DTensor):
         return {**elements, **rest}
@@ -94,4 +91,4 @@ def shares_of(parameter: DTensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
     elements = {key: each for key, each in state.items() if isinstance(each, torch.Tensor) and each.shape == parameter.shape}
     rest = {key: each for key, each in state.items() if key not in elements}
     place = shard_of(parameter)
-    return loaded(parameter, {key: each.narrow(*place).clone() for key, each in elements.items()}, rest)
+    return step_state(parameter, {key: each.narrow(*place).clone() for key, each in elements.items()}, rest)

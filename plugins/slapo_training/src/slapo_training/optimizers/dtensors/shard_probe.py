@@ -13,26 +13,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed._torch_private import MessageWatch
 from ..introspection.nested_optimizers import Optimizer, optimizers_in
-from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolation
+from ..probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolate
 from ..probe.update_probe import sizes_of
 from ..whole_tensors.whole_tensor import local_of
-from .optimizer_state import check_normalized, loaded, normalize_state
+from .optimizer_state import check_normalized, normalize_state, step_state
 
 _STATISTIC = 2**10
 """Number of elements of the largest allowed message; DTensor may gather a smaller parameter instead of reducing it."""
 
 
 def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
-    """Return True if an optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
+    """Return True if a new optimizer steps shards like whole parameters, without gathering them. Collective over the mesh.
 
     Small copies are stepped, all sharded or some; after each phase the state goes through the form of a checkpoint.
-
-    Args:
-        optimizer: A new optimizer that has not stepped.
-        mesh: Mesh of the ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
-    with isolation():
+    with isolate():
         sizes = [_divisible(size, mesh.size()) for size in reversed(sizes_of(optimizer))]
         all_runs = [ProbeRuns(optimizer, size) for size in sizes]
         kinds: list[Any] = [None] * mesh.size()
@@ -78,7 +74,9 @@ def _after_step(optimizer: Optimizer, is_last: bool) -> None:
                 if isinstance(parameter, DTensor):
                     elements = {key: value for key, value in state.items() if _is_sharded(value, parameter)}
                     rest = {key: local_of(value) for key, value in state.items() if key not in elements}
-                    each.state[parameter] = loaded(parameter, {key: local_of(value) for key, value in elements.items()}, rest)
+                    each.state[parameter] = step_state(
+                        parameter, {key: local_of(value) for key, value in elements.items()}, rest
+                    )
 
 
 def _is_sharded(value: Any, parameter: DTensor) -> bool:
@@ -95,11 +93,11 @@ def _divisible(size: Size, ranks: int) -> Size:
 def _shard_functions(mesh: DeviceMesh, dims: Sequence[int | None]) -> list[Cut]:
     """Return for each parameter the function that shards it along a dimension; None keeps it whole."""
 
-    def sharded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def shard_copy(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         if not tensor.dim():
             return tensor
         dim = min(dim, tensor.dim() - 1)
         local = tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
         return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
 
-    return [(lambda tensor: tensor) if dim is None else partial(sharded, dim=dim) for dim in dims]
+    return [(lambda tensor: tensor) if dim is None else partial(shard_copy, dim=dim) for dim in dims]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,82 +13,41 @@ from ...distributed._torch_private import set_local
 from ...gradient_hooks.sharded_attributes import is_shaped_like
 from ...model.pieces import Piece
 from ..whole_tensors.owner_exchange import LocalBox
+from ..whole_tensors.stand_ins import StandIns, Tensors
 from ..whole_tensors.whole_tensor import WholeTensor, local_of, stand_in
 
-Tensors = Callable[[], Sequence[torch.Tensor]]
 
+class DTensorStandIns(StandIns):
+    """DTensor parameters over the memory of the rank's shards.
 
-class DTensorStandIns:
-    """DTensor parameters that an optimizer steps; they share memory with the rank's shards.
-
-    The interface is that of ``StandIns``. Every rank steps all parameters, and DTensor reduces their statistics.
-
-    Args:
-        wholes: Whole tensors, the same on every rank of the group, in the order of the model.
-        dims: Dimension along which ranks hold equal shards of each tensor, in rank order.
-        group: Process group of the ranks that hold the shards.
-
-    Attributes:
-        wholes: The whole tensors.
-        parameters: Stand-in of each whole tensor.
-        is_on_all_ranks: True if every rank steps whole tensors.
-        is_in_place: True if ranks step shards in place.
+    Ranks of the group hold equal shards of each tensor along ``dims``, in rank order.
     """
 
-    is_on_all_ranks, is_in_place = False, True
+    is_in_place = True
 
     def __init__(self, wholes: Sequence[WholeTensor], dims: Sequence[int], group: dist.ProcessGroup) -> None:
-        self.wholes, self._dims, self._group = list(wholes), list(dims), group
-        self.mesh = mesh_over(group, self.wholes[0].source.device)
-        self._tensors: Tensors | None = None
+        super().__init__(wholes, group)
+        self._dims = list(dims)
+        self.mesh = mesh_over(group, self._device)
+        self._owned = set(range(len(self.wholes)))
         self._holdings: list[LocalBox] = []
-        self._labels: Sequence[int] = ()
-        self.parameters: list[nn.Parameter] = []
 
-    def drop_unused(self, known: Container[int]) -> bool:
-        """Drop stand-ins that no optimizer has; return True if there were some, and ``bind`` must be called again.
-
-        Args:
-            known: Ids of the parameters that an optimizer has.
-        """
-        kept = [number for number, parameter in enumerate(self.parameters) if id(parameter) in known]
-        if len(kept) == len(self.wholes):
-            return False
-        self.wholes, self._dims = [self.wholes[number] for number in kept], [self._dims[number] for number in kept]
-        self.parameters = [self.parameters[number] for number in kept]
-        return True
+    def _keep(self, kept: Sequence[int]) -> None:
+        self._dims = [self._dims[number] for number in kept]
+        self._owned = set(range(len(kept)))
 
     def bind(self, tensors: Tensors, holdings: Sequence[LocalBox], labels: Sequence[int] | None = None) -> None:
-        """Set the tensors with this rank's values and gradients.
-
-        Args:
-            tensors: Returns the rank's tensors, each with its gradient.
-            holdings: Shard of each stand-in within these tensors.
-            labels: Label of each stand-in; an engine may step the stand-ins of one label at a time.
-        """
-        self._tensors, self._labels = tensors, labels or [0] * len(self.wholes)
+        super().bind(tensors, holdings, labels)
         self._holdings = sorted(holdings, key=lambda holding: holding.whole)
         assert [holding.whole for holding in self._holdings] == list(range(len(self.wholes)))
 
-    def move(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the tensors with the rank's values by others of the same layout."""
-        before = self._tensors
-        assert before is not None
-        self._tensors = lambda: [value_of(each) for each in before()]
-
     def make(self) -> None:
-        """Make the stand-ins."""
         for whole, dim, local in zip(self.wholes, self._dims, self._locals(), strict=True):
             value = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
             self.parameters.append(stand_in(whole, value, {}))
 
-    def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
-        """Return the stand-ins with these labels; None for all labels."""
-        return [self.parameters[number] for number in self._indices_of(labels)]
-
     @torch.no_grad()
     def fetch_all(self, labels: Container[int] | None) -> None:
-        """Set values and gradients of the stand-ins with these labels from the rank's tensors. Collective."""
         values = self._values()
         gradients = [values[holding.place].grad for holding in self._holdings]
         known = self._has_gradient(gradients)
@@ -104,25 +62,16 @@ class DTensorStandIns:
 
     @torch.no_grad()
     def scatter(self, labels: Container[int] | None = None) -> None:
-        """Copy new values to the rank's tensors that do not share memory with the stand-ins."""
         values = self._values()
         for number in self._indices_of(labels):
             holding, local = self._holdings[number], local_of(self.parameters[number].detach())
             value = holding.of(values[holding.place].detach())
-            if value.data_ptr() != local.data_ptr():
+            if value.data_ptr() != local.data_ptr():  # the two may share memory
                 value.copy_(local)
 
     def release(self) -> None:
-        """Free the gradients; the values are the rank's own memory."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _indices_of(self, labels: Container[int] | None) -> list[int]:
-        return [number for number in range(len(self.wholes)) if labels is None or self._labels[number] in labels]
-
-    def _values(self) -> list[torch.Tensor]:
-        assert self._tensors is not None
-        return list(self._tensors())
 
     def _locals(self) -> list[torch.Tensor]:
         values = self._values()
@@ -135,26 +84,18 @@ class DTensorStandIns:
 
     def _has_gradient(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Return for each stand-in whether some rank has a gradient; all ranks must reduce the same statistics. Collective."""
-        flags = torch.tensor([int(each is not None) for each in gradients], dtype=torch.int32)
-        flags = flags.to(self.wholes[0].source.device)
+        flags = torch.tensor([int(each is not None) for each in gradients], dtype=torch.int32).to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in flags.tolist()]
 
 
 def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Return a one-dimensional mesh over a process group."""
     # DTensor caches by ranks and axis names; a cached mesh of the same name may have a destroyed group
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards_{group.group_name}",))
 
 
 def even_dim(whole: WholeTensor, piece: Piece, group: dist.ProcessGroup) -> int | None:
-    """Return the dimension along which ranks hold equal shards in rank order; None for any other layout.
-
-    Args:
-        whole: The whole tensor.
-        piece: Piece of this rank.
-        group: Process group of the ranks that hold the tensor.
-    """
+    """Return the dimension along which ranks hold equal shards in rank order; None for any other layout."""
     own = vars(whole.source).values()
     if whole.spans is not None or any(
         is_shaped_like(each, shape) for each in own for shape in (whole.shape, whole.source.shape)

@@ -15,9 +15,6 @@ class GroupOptions:
 
     Args:
         inner: The optimizer; groups are known by index, since a load replaces them.
-
-    Attributes:
-        outer: Outer groups with the same indices.
     """
 
     def __init__(self, inner: Optimizer) -> None:

@@ -35,7 +35,7 @@ def named_optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
         if isinstance(value, Optimizer):
             found[".".join(place)] = value
             depth = 0
-        for name, each in _inside(value):
+        for name, each in _inner_values(value):
             visit(each, (*place, name), depth + 1)
 
     visit(optimizer, (), 0)
@@ -61,7 +61,7 @@ def referenced_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in (*parameters_in(optimizer), *others)}.values())
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+def _inner_values(value: Any) -> Iterator[tuple[str, Any]]:
     """Iterate by name over the values in a value that may hold an optimizer."""
     if isinstance(value, list | tuple):
         yield from ((str(number), each) for number, each in enumerate(value))

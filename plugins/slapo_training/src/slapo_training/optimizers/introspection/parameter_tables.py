@@ -24,7 +24,7 @@ def plain_values_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any,
             found += [(name, repr(value)) for name, value in state.items() if isinstance(value, _PLAIN)]
         for name, table in _tables(each):
             for key in (parameter, id(parameter)):
-                if _has(table, key):
+                if _has_key(table, key):
                     value = table[key] if isinstance(table, Mapping) else True
                     found.append((name, repr(value) if isinstance(value, _PLAIN) else ""))
     return tuple(found)
@@ -42,13 +42,11 @@ def has_positions(optimizer: Optimizer) -> bool:
 
 
 def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
-    """Replace parameters and their ids in groups, state and tables.
+    """Replace parameters and their ids in groups, state and tables; none of the optimizer's state has tensors.
 
-    Args:
-        optimizer: The optimizer; neither it nor its nested optimizers have tensors in their state.
-        successors: Returns the parameters that replace one; empty if the rank has none of it.
+    ``successors`` returns the parameters that replace one; none if the rank has none of it.
     """
-    known = {id(parameter): parameter for parameter in _known(optimizer)}
+    known = {id(parameter): parameter for parameter in _known_parameters(optimizer)}
     for group in groups_in(optimizer):
         group["params"] = [new for old in group["params"] for new in successors(old)]
     replace_in_tables(optimizer, list(known.values()), successors)
@@ -57,13 +55,7 @@ def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
 
 
 def replace_in_tables(optimizer: Optimizer, parameters: Sequence[nn.Parameter], successors: Successors) -> None:
-    """Replace parameters and their ids in attributes: sets, lists, and keys of dicts.
-
-    Args:
-        optimizer: The optimizer; its nested optimizers are included.
-        parameters: Parameters to replace.
-        successors: Returns the parameters that replace one; empty if the rank has none of it.
-    """
+    """Replace parameters and their ids in attributes of an optimizer and its nested ones: sets, lists, and keys of dicts."""
     new_keys = _new_keys({id(parameter): parameter for parameter in parameters}, successors)
     for each in optimizers_in(optimizer):
         for _, table in _tables(each):
@@ -96,14 +88,14 @@ def _tables(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _has(table: Any, key: Any) -> bool:
+def _has_key(table: Any, key: Any) -> bool:
     if not isinstance(table, list):
         kind = type(next(iter(table), None))  # a parameter and its id have the same hash; comparing them would compare tensors
         return kind is type(key) and key in table
     return any(item is key or (type(item) is int and type(key) is int and item == key) for item in table)
 
 
-def _known(optimizer: Optimizer) -> list[nn.Parameter]:
+def _known_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     states = (key for each in optimizers_in(optimizer) for key in each.state if isinstance(key, nn.Parameter))
     return [*referenced_parameters(optimizer), *states]
 

@@ -15,19 +15,13 @@ Counts = dict[tuple[int, Any], float]
 
 def counts(optimizer: Optimizer) -> Counts:
     """Return the numbers in state, groups and attributes of an optimizer and nested ones, by table and key."""
-    return {(id(table), key): float(value) for table, key, value in _numbers(optimizer)}
+    return {(id(table), key): float(value) for table, key, value in _counters(optimizer)}
 
 
 def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
-    """Add ``steps`` to each number that the last step increased by one.
-
-    Args:
-        optimizer: The optimizer, one step after ``before``.
-        before: Result of ``counts`` before that step.
-        steps: Number of steps.
-    """
+    """Add ``steps`` to each number that the last step increased by one since ``before``, the result of ``counts``."""
     moved = set[int]()
-    for table, key, value in list(_numbers(optimizer)):
+    for table, key, value in list(_counters(optimizer)):
         if float(value) - before.get((id(table), key), 0.0) != 1:
             continue
         if not isinstance(value, torch.Tensor):
@@ -41,9 +35,6 @@ class OneStep:
     """Several calls of ``step`` that form one step, each of other parameters.
 
     Numbers in attributes, e.g. a count of steps, would advance in each call. They are restored before each call but the first.
-
-    Args:
-        optimizer: The optimizer, before the first call.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -58,7 +49,7 @@ class OneStep:
             table[key] = copy.deepcopy(value)
 
 
-def _numbers(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
+def _counters(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
     for each in optimizers_in(optimizer):
         states = [state for state in each.state.values() if isinstance(state, dict)]
         tables: list[Any] = [vars(each), each.state, *each.param_groups, *states]

@@ -57,9 +57,7 @@ def substituted_states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, 
 def representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
     """Return a few parameters of each kind that an optimizer may treat differently.
 
-    Args:
-        optimizer: The optimizer.
-        merges: True to count groups that differ in numbers only as one kind, e.g. with one learning rate per layer.
+    With ``merges``, groups that differ in numbers only count as one kind, e.g. with one learning rate per layer.
     """
     seen: dict[Any, int] = {}
     chosen: dict[int, nn.Parameter] = {}

@@ -40,7 +40,6 @@ class ProbeRuns:
     """Steps of copies of an optimizer with a few small parameters.
 
     Args:
-        optimizer: The optimizer to copy.
         size: Shapes of the parameters and numbers of steps.
 
     Attributes:
@@ -130,7 +129,6 @@ class ProbeRuns:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the whole parameters."""
         return [self._shape(each) for each in self._chosen]
 
     def is_same_in_parts(self, whole: Sequence[torch.Tensor], cuts: tuple[Cut, Cut]) -> bool:
@@ -236,7 +234,7 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def isolation() -> Iterator[None]:
+def isolate() -> Iterator[None]:
     """Context that restores random states and hides warnings."""
     before, others = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
@@ -257,7 +255,6 @@ def _seed() -> None:
 
 
 def identity_cut(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole parameter, as a ``Cut``."""
     return tensor
 
 

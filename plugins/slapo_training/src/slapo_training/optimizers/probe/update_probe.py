@@ -14,7 +14,7 @@ from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
 from ..introspection.nested_optimizers import Optimizer, parameters_in
 from ..introspection.parameter_tables import has_positions
 from .optimizer_copies import representatives
-from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolation
+from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolate
 
 
 class UpdateDependence(NamedTuple):
@@ -46,17 +46,14 @@ _MAX_NUMEL = 2**23
 
 
 def probe(optimizer: Optimizer) -> UpdateDependence:
-    """Return the dependences of an optimizer's updates.
+    """Return the dependences of the updates of a new optimizer that has not stepped.
 
     Copies of the optimizer step small parameters; the optimizer, its parameters and the random state do not change.
-
-    Args:
-        optimizer: A new optimizer that has not stepped.
     """
     kind = _kind_of_torchs_own(optimizer)
     if kind in _known:
         return _known[kind]
-    with isolation():
+    with isolate():
         try:
             found = _probe(optimizer)
         except CollectiveCalledError:
@@ -93,10 +90,9 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
 def is_step_divisible(optimizer: Optimizer) -> bool:
     """Return True if several calls of ``step`` for some parameters each, as in ``OneStep``, equal one step of all.
 
-    Args:
-        optimizer: A new optimizer that has not stepped; it does not change.
+    The optimizer is new; it does not change.
     """
-    with isolation():
+    with isolate():
         try:
             runs = ProbeRuns(optimizer, SMALL)
             whole = runs.run_first()
@@ -115,7 +111,7 @@ def _probe(optimizer: Optimizer) -> UpdateDependence:
     coupled = runs.draws or runs.depends_on_other_parameters(whole)
     shape = runs.keeps_factors or not runs.is_same_in_parts(whole, ROWS) or not runs.is_same_in_parts(whole, COLUMNS)
     flat = shape or not runs.is_same_in_parts(whole, FLAT)
-    for size in (_LARGE, *_larger(optimizer)) if not shape else ():
+    for size in (_LARGE, *_model_sizes(optimizer)) if not shape else ():
         large = ProbeRuns(optimizer, size, runs.is_sparse, runs.goes_ahead)
         whole = large.run(identity_cut)
         shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
@@ -127,10 +123,10 @@ def _probe(optimizer: Optimizer) -> UpdateDependence:
 
 def sizes_of(optimizer: Optimizer) -> list[Size]:
     """Return all sizes to probe for an optimizer's own parameters."""
-    return [SMALL, _LARGE, *_larger(optimizer)]
+    return [SMALL, _LARGE, *_model_sizes(optimizer)]
 
 
-def _larger(optimizer: Optimizer) -> Iterator[Size]:
+def _model_sizes(optimizer: Optimizer) -> Iterator[Size]:
     """Iterate over sizes near those of the model's parameters, if these are larger than ``_LARGE``."""
     found: dict[int, tuple[int, ...]] = {}
     for parameter in parameters_in(optimizer):

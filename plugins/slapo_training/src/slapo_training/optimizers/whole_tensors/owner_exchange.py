@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slapo_core import BuildError
 
-from ...model.pieces import Chunk
+from ...model.pieces import Chunk, box_of
 from .whole_tensor import WholeTensor
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -76,10 +76,6 @@ class OwnerExchange:
     Args:
         wholes: Whole tensors, the same on every rank of the group.
         owner_of: Owner rank of each tensor; None if every rank gets all tensors.
-        group: Process group of the ranks that hold boxes; None if this rank holds all.
-
-    Attributes:
-        owned: Indices of the tensors that this rank gets whole.
     """
 
     def __init__(self, wholes: Sequence[WholeTensor], owner_of: Sequence[int] | None, group: dist.ProcessGroup | None) -> None:
@@ -94,11 +90,9 @@ class OwnerExchange:
         self._scatter_routes: list[_Route] = []
 
     def bind(self, holdings: Sequence[LocalBox], labels: Sequence[int]) -> None:
-        """Plan the messages. Collective.
+        """Plan the messages for the boxes in this rank's memory. Collective.
 
-        Args:
-            holdings: Boxes in this rank's memory.
-            labels: Label of each tensor; tensors of one label may be exchanged without the others.
+        Tensors of one label may be exchanged without the others.
 
         Raises:
             BuildError: on every rank: the ranks do not hold all of a tensor.
@@ -178,12 +172,7 @@ class OwnerExchange:
     # ---- a step
 
     def has_gradient(self, gradients: Sequence[torch.Tensor | None], device: torch.device) -> list[bool]:
-        """Return whether some rank has a gradient of each tensor. Collective.
-
-        Args:
-            gradients: Gradients of this rank's tensors, by place.
-            device: Device of messages.
-        """
+        """Return whether some rank has a gradient of each tensor, given this rank's by place. Collective."""
         flags = torch.zeros(len(self._wholes), dtype=torch.int32)
         for holding in self._holdings:
             flags[holding.whole] |= int(gradients[holding.place] is not None)
@@ -198,12 +187,10 @@ class OwnerExchange:
         targets: Sequence[Callable[[int], torch.Tensor | None]],
         labels: Container[int] | None = None,
     ) -> None:
-        """Gather whole tensors to their owners. Collective.
+        """Gather whole tensors, all or those of the labels, to their owners. Collective.
 
-        Args:
-            sources: This rank's tensors by place, for each kind of value; zeros are sent for None.
-            targets: Returns the whole tensor of an index to fill, for each kind of value; None to skip it.
-            labels: Labels of the tensors to exchange; None for all.
+        ``sources`` are this rank's tensors by place, for each kind of value; zeros are sent for None. For each kind of value,
+        ``targets`` returns the whole tensor of an index to fill; None to skip it.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -212,7 +199,7 @@ class OwnerExchange:
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_labelled(self._gather_routes, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._gather_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -221,27 +208,24 @@ class OwnerExchange:
                     for box in boxes:
                         size = math.prod(box[2])
                         if (whole := target(box[0])) is not None:
-                            _box_of(whole, box).copy_(received[at : at + size].view(box[2]))
+                            box_of(whole, *box[1:]).copy_(received[at : at + size].view(box[2]))
                         at += size
 
     def scatter(
         self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor], labels: Container[int] | None = None
     ) -> None:
-        """Scatter the whole tensors to the boxes of all ranks. Collective.
+        """Scatter the whole tensors, all or those of the labels, to the boxes of all ranks. Collective.
 
-        Args:
-            wholes: Returns the whole tensor of an index that this rank owns.
-            targets: This rank's tensors by place.
-            labels: Labels of the tensors to exchange; None for all.
+        ``wholes`` returns the whole tensor of an index that this rank owns; ``targets`` are this rank's tensors by place.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
-            parts = [_box_of(wholes(box[0]), box).reshape(-1) for boxes in route.incoming for box in boxes]
+            parts = [box_of(wholes(box[0]), *box[1:]).reshape(-1) for boxes in route.incoming for box in boxes]
             sizes = [sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_labelled(self._scatter_routes, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._scatter_routes, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -293,7 +277,7 @@ class OwnerExchange:
         return received, work
 
 
-def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
+def _routes_with_labels(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
     return [route for route in routes if labels is None or route.label in labels]
 
 
@@ -308,10 +292,3 @@ def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]
         for owner in owners[box[0]]:
             found[box, owner] = owner if owner in ranks else ranks[turn % len(ranks)]
     return found
-
-
-def _box_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    _, offset, sizes = box
-    for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole

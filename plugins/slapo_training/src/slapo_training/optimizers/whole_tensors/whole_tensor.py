@@ -23,8 +23,6 @@ class WholeTensor(NamedTuple):
     """Tensor that the optimizer of the unmodified model would step.
 
     Args:
-        name: Name in the unmodified model.
-        shape: Shape of the whole tensor.
         source: This rank's parameter with elements of the tensor.
         dtype: Dtype of the values that the optimizer steps.
         spans: Ranges of the scheduled model's parameter that form the tensor; None if it is that parameter.
@@ -51,12 +49,7 @@ def whole_tensors_of(
 ) -> list[WholeTensor]:
     """Return the whole tensors of a parameter: several if a primitive fused them, or with ``optimizer_blocks``.
 
-    Args:
-        name: Name in the unmodified model.
-        parameter: This rank's parameter.
-        shape: Shape of the whole parameter in the scheduled model.
-        dtype: Dtype of the values that the optimizer steps.
-        blocks: Blocks to step one by one, from the option ``optimizer_blocks``.
+    The shape is that of the whole parameter in the scheduled model, the dtype that of the values that the optimizer steps.
     """
     full = tuple(shape)
     made = getattr(parameter, MADE_OF, None)
@@ -82,13 +75,7 @@ def is_fused(parameter: nn.Parameter) -> bool:
 
 
 def stand_in(whole: WholeTensor, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return a whole parameter for the optimizer, with the attributes of the rank's parameter.
-
-    Args:
-        whole: The whole tensor.
-        value: Memory of the parameter.
-        masks: Tensor attributes of the whole shape.
-    """
+    """Return a whole parameter in this memory for the optimizer, with the attributes of the rank's, ``masks`` whole."""
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
     for table in TABLES:
         setattr(new, table, None)

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..schedules.journal import Step
-    from ..schedules.schedule import Schedule
-    from .codec import Codec
-    from .dialect import Dialect
-    from .engine import Engine
-    from .primitive import Primitive
-    from .program import Program
+    from .interfaces.codec import Codec
+    from .interfaces.dialect import Dialect
+    from .interfaces.engine import Engine
+    from .interfaces.primitive import Primitive
+    from .interfaces.program import Program
+    from .schedules.journal import Step
+    from .schedules.schedule import Schedule
 
 NAME = "slapo"
 """Name of the pluggy project, and of the entry-point group."""

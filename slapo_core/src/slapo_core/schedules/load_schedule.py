@@ -1,13 +1,11 @@
-"""Schedules as files: written as data or as code, and replayed on an unmodified model."""
+"""Schedules read from files, and replayed on an unmodified model."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +13,9 @@ from torch import nn
 
 from ..reporting.errors import ScheduleError, SlapoError
 from ..reporting.logger import get_logger
-from .journal import Step
+from .journal import FORMAT_VERSION, Step, error_prefix
 from .schedule import Schedule, create_schedule
-from .serialization import check_names, decode, encode, imports_of
-
-FORMAT_VERSION = 1
-
-
-def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule's steps to ``*.json`` or ``*.py``. The file is replaced atomically.
-
-    Raises:
-        ScheduleError: other suffix, no such folder, or an argument of a step has no written form.
-    """
-    target = Path(path)
-    writers: dict[str, Callable[[Schedule], str]] = {".json": _as_json, ".py": _as_python}
-    if target.suffix not in writers:
-        raise ScheduleError(f"cannot tell the format of {target.name!r}; end it in .json or .py", primitive="save")
-    text = writers[target.suffix](schedule)
-    if not target.parent.is_dir():
-        raise ScheduleError(f"no folder {str(target.parent)!r} to save {target.name!r} in", primitive="save")
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, target)
+from .serialization import check_names, decode
 
 
 def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequence[str] = (), **options: Any) -> Schedule:
@@ -86,26 +64,6 @@ def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequenc
     return schedule
 
 
-def _as_json(schedule: Schedule) -> str:
-    steps = []
-    for number, step in enumerate(schedule.journal, 1):
-        with _error_prefix(f"step {number}, {step}"):
-            args, kwargs = encode(list(step.args)), {key: encode(value) for key, value in step.kwargs.items()}
-            steps.append({"path": step.path, "name": step.name, "args": args, "kwargs": kwargs, "provider": step.provider})
-    return json.dumps({"slapo_schedule": FORMAT_VERSION, "model": schedule._root.model, "steps": steps}, indent=1) + "\n"
-
-
-def _as_python(schedule: Schedule) -> str:
-    modules: set[str] = set()
-    for number, step in enumerate(schedule.journal, 1):
-        with _error_prefix(f"step {number}, {step}"):
-            modules |= imports_of(encode([*step.args, *step.kwargs.values()]))
-    imports = "".join(f"import {module}\n" for module in sorted(modules - {"builtins"}))
-    body = "\n".join(f"    {step}" for step in schedule.journal) or "    pass"
-    doc = f'"""A schedule of {schedule._root.model}."""\n\n'
-    return f"{doc}{imports}{chr(10) * 2 if imports else ''}def schedule(sch):\n{body}\n"
-
-
 def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str]) -> None:
     try:
         data = json.loads(text)
@@ -118,7 +76,7 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
     model, former = schedule._root.model, data.get("model")
     place = str(source) if former in (None, model) else f"{source}, saved for a {former} and not a {model}"
     for number, entry in enumerate(data["steps"], 1):
-        with _error_prefix(f"{place}: step {number}"):
+        with error_prefix(f"{place}: step {number}"):
             _apply_step(schedule, _parse_step(entry), trust)
     if place != str(source):
         get_logger().warning("loaded %s", place)
@@ -158,12 +116,3 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
             raise
         kind = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
         raise ScheduleError(f"{source}:{lines[-1]}: {kind}{err}") from err
-
-
-@contextmanager
-def _error_prefix(place: str) -> Iterator[None]:
-    """Raise any error of the block as a ``ScheduleError`` that begins with ``place``."""
-    try:
-        yield
-    except Exception as err:
-        raise ScheduleError(f"{place}: {'' if isinstance(err, SlapoError) else f'{type(err).__name__}: '}{err}") from err
