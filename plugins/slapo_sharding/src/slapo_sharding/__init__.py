@@ -7,14 +7,11 @@ from slapo_training.distributed import clip_grad_norm_
 from .communication.collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
 from .communication.cross_entropy import parallel_cross_entropy
 from .communication.full_tensors import gather_full, load_full_state, scatter_full
-from .planning.execution.layer_backends import LayerBackend
-from .rules.rulebook import rule_of
 from .rules.shard_method import ShardMethod, register_shard_method
 from .rules.sharding_rule import Cut, ShardingRule
 
 __all__ = [
     "Cut",
-    "LayerBackend",
     "ShardMethod",
     "ShardingRule",
     "all_gather",
@@ -26,7 +23,6 @@ __all__ = [
     "parallel_cross_entropy",
     "reduce_scatter",
     "register_shard_method",
-    "rule_of",
     "scatter",
     "scatter_full",
 ]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from slapo_core import hookspec
 
 if TYPE_CHECKING:
-    from slapo_sharding import LayerBackend, ShardingRule
+    from .planning.execution.layer_backends import LayerBackend
+    from .rules.sharding_rule import ShardingRule
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""What fused cross entropies share: checks of labels, casts of autocast, and the mean over no label."""
+"""Fused cross entropies of a head: checks of labels, casts of autocast, and the mean over no label."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ probe on random inputs. The record of a cut that was made (``AppliedCut``) is he
 ``communication``, ``slapo_core`` and ``slapo_training``.
 """
 
-__all__ = ["Cut", "ShardingRule"]
-
+from .rulebook import rule_of
 from .sharding_rule import Cut, ShardingRule
 
-__all__ = ["Cut", "ShardingRule"]
+__all__ = ["Cut", "ShardingRule", "rule_of"]

@@ -95,7 +95,7 @@ class RuleCase:
 
     def rule(self) -> ShardingRule | None:
         """Return the rule that ``shard`` takes for the layer."""
-        from slapo_sharding import rule_of  # noqa: PLC0415  installed where sharding rules are written
+        from slapo_sharding.rules import rule_of  # noqa: PLC0415  installed where sharding rules are written
 
         return rule_of(self.schedule())
 

@@ -34,11 +34,11 @@ def note_tensor_hooks(note: Callable[[], None]) -> Iterator[None]:
     register = torch.Tensor.register_hook
 
     @functools.wraps(register)
-    def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    def register_and_note(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
         note()
         return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-    torch.Tensor.register_hook = noted  # type: ignore[method-assign]
+    torch.Tensor.register_hook = register_and_note  # type: ignore[method-assign]
     try:
         yield
     finally:

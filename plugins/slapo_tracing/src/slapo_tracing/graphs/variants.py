@@ -320,7 +320,7 @@ class Variants(Hidden):
 
     def _changed_modules(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
         """Return the inlined modules that changed since the first trace: path to new hooks, or None to keep them whole."""
-        changed_hooks = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
+        now = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
         changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME_HOOKS}
         changed.update((".".join(places[0]), ()) for places in self.shared if len(_ids_at(module, places)) > 1)
         return changed

@@ -78,7 +78,7 @@ class Attributes:
 
     def check(self, module: nn.Module) -> None:
         """Raise ``TraceError`` if an attribute differs on ``module``, a part of the root, or on a root still in use."""
-        if find_change := self.find_change(module, in_part=True):
+        if changed := self.find_change(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 

@@ -22,7 +22,7 @@ class GeneratorSnapshot:
         state = None if is_captured else rng_state()
         self.before = {} if state is None or state.forks else state.devices
 
-    def drawn_from(self) -> list[torch.Tensor]:
+    def advanced_states(self) -> list[torch.Tensor]:
         """Return the states of the generators that have advanced since."""
         if not self.before:
             return []
@@ -33,7 +33,7 @@ class GeneratorSnapshot:
     def is_same_on_ranks(self, group: Group, device: torch.device) -> bool:
         """Return whether the advanced generators had the same states on all ranks. Collective over the group."""
         with no_functions(), no_modes(), torch.no_grad():
-            states = b"".join(state.numpy().tobytes() for state in self.drawn_from())
+            states = b"".join(state.numpy().tobytes() for state in self.advanced_states())
             digest = hashlib.blake2b(states, digest_size=7).digest()
             own = torch.tensor([int.from_bytes(digest, "big")], device=device)
             everywhere = collectives.all_gather(own, 0, group)

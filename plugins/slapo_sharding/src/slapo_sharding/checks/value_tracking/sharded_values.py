@@ -255,7 +255,7 @@ class ShardedValues:
         """Call the function on replicated values; the first random draw must be equal on all ranks."""
         draw = GeneratorSnapshot() if self.uncompared_group is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
-        if draw is not None and draw.drawn_from():
+        if draw is not None and draw.advanced_states():
             if not draw.is_same_on_ranks(self.uncompared_group, self.device):
                 raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.uncompared_group = None
@@ -270,7 +270,7 @@ class ShardedValues:
             if isinstance(err, torch.OutOfMemoryError) or not self.checks_values:
                 raise
             raise self._value_error(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
-        if draw is not None and draw.drawn_from() and draw.is_same_on_ranks(value.group, value.layout.device):
+        if draw is not None and draw.advanced_states() and draw.is_same_on_ranks(value.group, value.layout.device):
             raise self.error("random", value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 

@@ -5,3 +5,7 @@ What enters is a schedule handle and a plan. What leaves is the same handle afte
 the same input share one reduction of its gradient; ``layer_backends`` replaces split layers by those of an engine.
 The room imports ``planning.derivation`` and the rooms below it.
 """
+
+from .layer_backends import LayerBackend
+
+__all__ = ["LayerBackend"]
