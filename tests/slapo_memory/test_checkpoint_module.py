@@ -277,7 +277,7 @@ def test_nothing_is_kept_after_the_backward() -> None:
     create_schedule(module).checkpoint()
     x = torch.randn(2, 4)
     module(x).sum().backward()
-    alive = [obj for obj in gc.get_referrers(x) if type(obj).__name__ in ("_Region", "Arguments")]
+    alive = [obj for obj in gc.get_referrers(x) if type(obj).__name__ in ("_RecomputedRegion", "Arguments")]
     assert alive == []
 
 

@@ -193,7 +193,7 @@ def test_the_first_rank_that_fails_is_named() -> None:
         run_distributed(fails, 2, 1)
     assert caught.value.rank == 1
     assert "test_pool.py" in caught.value.traceback
-    assert "worker.py" not in caught.value.traceback
+    assert "worker_process.py" not in caught.value.traceback
 
 
 def test_the_other_ranks_are_interrupted() -> None:

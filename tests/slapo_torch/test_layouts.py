@@ -22,7 +22,7 @@ pytestmark = pytest.mark.multiproc
         ({"pp": 2}, {"microbatches": 4, "pipeline_schedule": "gpipe", "clip": 0.1}),
         ({"pp": 4}, {"microbatches": 4, "clip": 0.1}),
         pytest.param({"pp": 4}, {"microbatches": 8, "pipeline_schedule": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "dp": 2}, {"microbatches": 2, "clip": 0.1}, marks=pytest.mark.slow),  # see test_replicas.py
+        pytest.param({"pp": 2, "dp": 2}, {"microbatches": 2, "clip": 0.1}, marks=pytest.mark.slow),  # see gradients/test_ddp.py
         ({"pp": 2, "tp": 2}, {"microbatches": 2, "clip": 0.1}),
         ({"dp": 2}, {"microbatches": 2, "clip": 0.1}),
         ({"dp": 2, "tp": 2}, {"microbatches": 1}),

@@ -87,7 +87,6 @@ def _gradients(rank: int, kind: str) -> None:
         build(_sharded(model))
         assert_equivalent(before, model, torch.randn(*shape, requires_grad=True))
         assert_equivalent(before, copy.deepcopy(model), torch.randn(*shape, requires_grad=True))
-        assert not any("_slapo_given" in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.sampled(2)

@@ -173,7 +173,7 @@ def test_torchs_own_loader_reads_the_tensors(tmp_path: Path) -> None:
 
 _WRITER = """
 import sys
-from tests.slapo_torch.counts import engine_of
+from tests.slapo_torch.counting_engine import engine_of
 engine = engine_of(width=512)
 print("ready", flush=True)
 number = int(sys.argv[2])
@@ -225,7 +225,7 @@ _RANK = """
 import os, sys, torch.distributed as dist
 from datetime import timedelta
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-from tests.slapo_torch.counts import engine_of
+from tests.slapo_torch.counting_engine import engine_of
 engine = engine_of(width=512, tp=2)
 dist.barrier()
 print("ready", flush=True)

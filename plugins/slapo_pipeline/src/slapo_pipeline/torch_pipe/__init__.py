@@ -8,20 +8,25 @@ They sum the gradients of tied parameters after the last backward of their rank:
 wait for a tensor of this one.
 """
 
-from ._torch_private import (
-    DetachExecutor,
-    LossWrapper,
-    MultiUseParameterConfig,
-    PipeInfo,
-    PipeSequential,
-    PipeSplitWrapper,
-    SplitPoint,
-    TrivialLossWrapper,
-    get_submod_name,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .split_points import annotate_split_points
 from .stage_runtime import build_stage
 from .tied_gradients import sum_tied_gradients
+
+if TYPE_CHECKING:
+    from ._torch_private import (
+        DetachExecutor,
+        LossWrapper,
+        MultiUseParameterConfig,
+        PipeInfo,
+        PipeSequential,
+        PipeSplitWrapper,
+        SplitPoint,
+        TrivialLossWrapper,
+        get_submod_name,
+    )
 
 __all__ = [
     "DetachExecutor",
@@ -37,3 +42,9 @@ __all__ = [
     "get_submod_name",
     "sum_tied_gradients",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(importlib.import_module("._torch_private", __name__), name)  # costs a second

@@ -58,7 +58,7 @@ class Sync(Hidden):
 
     @property
     def traced_with_layer(self) -> bool:
-        """True if a trace may record the sync with its module, see ``slapo_tracing.nodes.forward_wrapping.is_opaque``."""
+        """True if a trace may record the sync with its module, see ``slapo_tracing.nodes.opaque_modules.is_opaque``."""
         return self.fn is None and self.mode in ("fwd_pre", "bwd_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
