@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from torch import fx
 
@@ -61,10 +60,19 @@ class ShardPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, **options: Any) -> ShardStep:
-        """Plan the step; the options are those of ``apply``."""
+    def check(
+        schedule: Schedule,
+        name: str | Sequence[str],
+        axis: int,
+        blocks: Blocks = None,
+        *,
+        copied: Sequence[int] = (),
+        gathered: bool = False,
+        uneven: bool = False,
+    ) -> ShardStep:
+        """Plan the step."""
         with _untraced_module(schedule):
-            return ShardPlanner(schedule, name, axis, blocks, **options).plan()
+            return ShardPlanner(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(

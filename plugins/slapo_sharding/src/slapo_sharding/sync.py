@@ -76,9 +76,18 @@ class SyncPrimitive(Primitive):
     over_group = True
 
     @staticmethod
-    def check(schedule: Schedule, mode: str, sync_op_or_fn: Any, axis: int | None = None, **options: Any) -> Sync:
-        """Make the hook; the options are those of ``apply``."""
-        return _make(schedule, mode, sync_op_or_fn, axis, **options)
+    def check(
+        schedule: Schedule,
+        mode: str,
+        sync_op_or_fn: str | Callable[..., Any],
+        axis: int | None = None,
+        *,
+        backward: str | None = None,
+        of: Sequence[str] | None = None,
+        tensor_parallel_output_grad: bool | None = None,
+    ) -> Sync:
+        """Make the hook."""
+        return _make(schedule, mode, sync_op_or_fn, axis, backward, of, tensor_parallel_output_grad)
 
     @staticmethod
     def apply(
@@ -123,9 +132,9 @@ def _make(
     mode: str,
     op: str | Callable[..., Any],
     axis: int | None,
-    backward: str | None = None,
-    of: Sequence[str] | None = None,
-    tensor_parallel_output_grad: bool | None = None,
+    backward: str | None,
+    of: Sequence[str] | None,
+    tensor_parallel_output_grad: bool | None,
 ) -> Sync:
     """Return the hook; raise ``ScheduleError`` if the arguments do not go together."""
 
