@@ -139,8 +139,9 @@ class Journal:
         os.replace(file.name, target)
 
     def _as_json(self, written: list[Any], model: str) -> str:
-        facts = [{"path": step.path, "name": step.name, "provider": step.provider} for step in self]
-        steps = [{**of, **arguments} for of, arguments in zip(facts, written, strict=True)]
+        steps = [
+            {"path": it.path, "name": it.name, **own, "provider": it.provider} for it, own in zip(self, written, strict=True)
+        ]
         return json.dumps({"slapo_schedule": FORMAT_VERSION, "model": model, "steps": steps}, indent=1) + "\n"
 
     def _as_python(self, written: list[Any], model: str) -> str:

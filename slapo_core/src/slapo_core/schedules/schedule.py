@@ -125,9 +125,11 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
     _root: Root
     _path: str
 
-    def __init__(self, mod: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, mod: nn.Module, name: str = "", path: str = "", parent: Schedule | None = None, group: Any = None, **options: Any
+    ) -> None:
         """Start a schedule; the arguments are those of ``create_schedule``."""
-        made = create_schedule(mod, *args, **options)
+        made = create_schedule(mod, name, path, parent, group, **options)
         self._root, self._path = made._root, made._path
         self._root.handles[self._path] = self
 
@@ -367,8 +369,7 @@ class Schedule(Renderable, metaclass=_ScheduleClass):
             tensor: Usually made by ``successor``, which carries the facts over.
         """
         mod = self.mod
-        parameter = mod._parameters.get(name)
-        old = parameter if parameter is not None else mod._buffers[name]
+        old = mod._buffers[name] if mod._parameters.get(name) is None else mod._parameters[name]
         assert old is not None
         self._put(old, (mod, name), tensor)
 
