@@ -128,9 +128,8 @@ class Journal:
             raise ScheduleError(f"cannot tell the format of {target.name!r}; end it in .json or .py", primitive="save")
         for number, step in enumerate(self, 1):
             with error_prefix(f"step {number}, {step}"):
-                written.append(
-                    {"args": encode(list(step.args)), "kwargs": {key: encode(it) for key, it in step.kwargs.items()}}
-                )
+                kwargs = {key: encode(value) for key, value in step.kwargs.items()}
+                written.append({"args": encode(list(step.args)), "kwargs": kwargs})
         text = writers[target.suffix](written, model)
         if not target.parent.is_dir():
             raise ScheduleError(f"no folder {str(target.parent)!r} to save {target.name!r} in", primitive="save")
@@ -139,16 +138,14 @@ class Journal:
         os.replace(file.name, target)
 
     def _as_json(self, written: list[Any], model: str) -> str:
-        steps = [
-            {"path": it.path, "name": it.name, **own, "provider": it.provider} for it, own in zip(self, written, strict=True)
-        ]
+        pairs = zip(self, written, strict=True)
+        steps = [{"path": it.path, "name": it.name, **own, "provider": it.provider} for it, own in pairs]
         return json.dumps({"slapo_schedule": FORMAT_VERSION, "model": model, "steps": steps}, indent=1) + "\n"
 
     def _as_python(self, written: list[Any], model: str) -> str:
         imports = "".join(f"import {module}\n" for module in sorted(imports_of(written) - {"builtins"}))
         body = "\n".join(f"    {step}" for step in self) or "    pass"
-        doc = f'"""A schedule of {model}."""\n\n'
-        return f"{doc}{imports}{chr(10) * 2 if imports else ''}def schedule(sch):\n{body}\n"
+        return f'"""A schedule of {model}."""\n\n{imports}{chr(10) * 2 if imports else ""}def schedule(sch):\n{body}\n'
 
     def __len__(self) -> int:
         return len(self._steps)
