@@ -113,6 +113,14 @@ class Stale(nn.Linear):
         return F.linear(x, first + (self.weight - self.weight.detach()), self.bias)
 
 
+class StaleWithoutGradients(nn.Linear):
+    """Has the weight of its first forward for ever where no gradients are recorded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.__dict__.setdefault("first", self.weight.detach().clone())
+        return F.linear(x, self.weight if torch.is_grad_enabled() else first, self.bias)
+
+
 class Merging(nn.Linear):
     """Is merged by ``eval()``, and stays so."""
 
@@ -178,6 +186,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "without_dropout": without_dropout,
     "later_in_training": lambda module: setattr(module, "__class__", LaterInTraining),
     "stale": lambda module: setattr(module, "__class__", Stale),
+    "stale_without_gradients": lambda module: setattr(module, "__class__", StaleWithoutGradients),
     "merging": lambda module: setattr(module, "__class__", Merging),
 }
 
@@ -255,6 +264,7 @@ def test_a_fault_of_some_circumstance_is_caught(name: str, check: str, sentence:
         ("merging", "2", "after evaluation and training, beside the unmodified model, in evaluation: output"),
         ("without_dropout", "3", "after evaluation, beside the unmodified model, in training: output"),
         ("stale", "2", "after a step of SGD, beside the unmodified model, in evaluation: output"),
+        ("stale_without_gradients", "2", "after a step of SGD, without gradients, beside the unmodified model, in evaluation"),
         ("of_another_model", "2", "a model of another seed beside the unmodified model, in evaluation: output"),
     ],
 )

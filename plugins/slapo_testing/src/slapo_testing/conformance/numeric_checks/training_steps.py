@@ -30,7 +30,11 @@ def compare_trained(case: Case, reference: nn.Module, model: nn.Module) -> None:
     for held in (mine, theirs):
         _descend({name: held[name] for name in common}, rate)
     wider = replace(case.example, atol=TOLERANCE_FACTOR * case.example.atol, rtol=TOLERANCE_FACTOR * case.example.rtol)
-    replace(case, example=wider).compare(reference, model, "after a step of SGD, beside the unmodified model", case.keep(model))
+    stepped = replace(case, example=wider)
+    what = "after a step of SGD, {}beside the unmodified model"
+    stepped.compare(reference, model, what.format(""), case.keep(model))
+    with torch.no_grad():  # where a forward may use a copy of the weights that it made before the step
+        stepped.compare(reference, model, what.format("without gradients, "), case.keep(model))
 
 
 def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
