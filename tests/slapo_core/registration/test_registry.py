@@ -136,6 +136,17 @@ def test_names_users_could_not_call_are_refused(name: str) -> None:
         register_primitive()(primitive)
 
 
+def test_a_query_s_name_is_taken_too() -> None:
+    class Queries:
+        @hookimpl
+        def slapo_queries(self) -> dict[str, object]:
+            return {"count": lambda schedule: 1}
+
+    primitive = type("Count", (DoublePrimitive,), {"name": "count"})
+    with isolated_plugins(Queries()), pytest.raises(PluginError, match="'count' is provided by .* and "):
+        register_primitive()(primitive)
+
+
 @pytest.mark.parametrize("kind", ["dialect", "model"])
 def test_unknown_dialects_and_models(kind: str) -> None:
     with pytest.raises(UnknownNameError, match=f"no {kind} 'torhc'"):

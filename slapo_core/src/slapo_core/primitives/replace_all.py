@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class ReplaceAllPrimitive(Primitive):
-    """Replace every module below this one that ``target`` matches. Modules inside a replaced one are not replaced
-    themselves.
+    """Replace every module below this one that ``target`` matches, and none inside a replaced one.
 
     Rewrite:
         every old matching target  -->  make(old)

@@ -124,7 +124,7 @@ class Registry:
         """
         entry = Entry("primitive", class_name(primitive), primitive)
         entry.check(_RESERVED)
-        for other in self._entries.get((entry.kind, entry.name), ()):
+        for other in [other for kind in METHOD_KINDS for other in self._entries.get((kind, entry.name), ())]:
             # compared by name: a notebook defines the class anew
             if other.record or _qualified_name(other.target) != _qualified_name(primitive):
                 raise Entry.conflict([other, entry])

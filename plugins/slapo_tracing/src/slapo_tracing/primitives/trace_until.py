@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class TraceUntilPrimitive(Primitive):
-    """Trace this module into one graph down to the named modules. These stay whole, and so do modules that do not contain
-    any.
+    """Trace this module into one graph down to the named modules.
+
+    These stay whole, and so do modules that do not contain any.
 
     Rewrite:
         Model(transformer(h.0, h.1))  -->  TracedModule: ... transformer.h.0(...), transformer.h.1(...) ...
