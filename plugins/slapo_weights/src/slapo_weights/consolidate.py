@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core import BuildError, BuildPlan, Schedule, compare_across_ranks, raise_on_all_ranks
+from slapo_core import BuildError, BuildPlan, Schedule, agree_on_error, compare_across_ranks
 
 
 def consolidate_model(
@@ -42,9 +42,8 @@ def consolidate_model(
     """
     if not isinstance(sch, Schedule):
         raise BuildError(f"consolidate_model: cannot give values to a {type(sch).__name__}; give what create_schedule returned")
-    ranks, error = (sch.mesh, sch.group if sch.mesh is None else None), None
-    agreed: list[str] = []
-    try:
+    ranks = (sch.mesh, sch.group if sch.mesh is None else None)
+    with agree_on_error(*ranks):
         if sch.target is not None:
             raise BuildError(f"consolidate_model: the schedule was built for {sch.target!r} already; call it before build")
         unchecked = {"check": False} if "shard" in sch.registry.names("primitive") else {}  # steps may follow
@@ -55,9 +54,6 @@ def consolidate_model(
             config = {name: value for name, value in config.items() if name in ("check", "weights")}
         plan = BuildPlan.of(sch, target, **config)
         agreed = plan.agreed_lines()
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, *ranks)
     compare_across_ranks(agreed, *ranks)
     if any(parameter.is_meta for parameter in sch.root_module.parameters()):
         with plan.weights(param_init_fn, seed):
