@@ -5,6 +5,7 @@ A transaction keeps references, never copies of values. Primitives report change
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import chain
@@ -110,7 +111,7 @@ def _key(subject: Any) -> int:
     return id(vars(subject)) if isinstance(subject, nn.Module) else id(subject)
 
 
-class Snapshot:
+class Snapshot(ABC):
     """Former state of one object.
 
     A call restores the parts that differ. After ``drop_unchanged``, these are the parts that differed at that time.
@@ -123,13 +124,13 @@ class Snapshot:
         if self.is_reduced or self.drop_unchanged():
             self.restore()
 
+    @abstractmethod
     def drop_unchanged(self) -> bool:
         """Drop the parts that are unchanged, and return True if any are left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Restore the parts that were not dropped."""
-        raise NotImplementedError
 
 
 class _ModuleSnapshot(Snapshot):
