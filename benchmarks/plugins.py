@@ -51,7 +51,7 @@ assert len([name for name in names if name.startswith("primitive_")]) == {count}
 PLUGGY = """
 import importlib, time
 import pluggy, slapo_core
-from slapo_core.interfaces import hookspecs
+from slapo_core import hookspecs
 for index in range({count}):
     importlib.import_module(f"slapo_bench_{{index}}_plugin")
 start = time.perf_counter()
