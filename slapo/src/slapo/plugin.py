@@ -8,8 +8,7 @@ from slapo_core import Engine, Program, Schedule, hookimpl
 @hookimpl(trylast=True)
 def slapo_render(subject: object, html: bool) -> str | None:
     from .rendering.html import html_of  # noqa: PLC0415  finding plugins must stay cheap
-    from .rendering.program_view import view_of_engine, view_of_program  # noqa: PLC0415
-    from .rendering.schedule_view import view_of_schedule  # noqa: PLC0415
+    from .rendering.subject_views import view_of_engine, view_of_program, view_of_schedule  # noqa: PLC0415
     from .rendering.text import text_of  # noqa: PLC0415
 
     if isinstance(subject, Schedule):

@@ -25,11 +25,18 @@ from .modules.forward_arguments import call_arguments, forward_signature, named_
 from .modules.hook_tables import HOOK_TABLES
 from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
-from .registration.entries import Entry
-from .registration.plugin_record import PluginRecord
+from .registration.entries import Entry, PluginRecord
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
-from .reporting.errors import BuildError, PluginError, ScheduleError, SlapoError, TraceError, UnknownNameError, VerifyError
-from .reporting.failure_reason import failure_reason
+from .reporting.errors import (
+    BuildError,
+    PluginError,
+    ScheduleError,
+    SlapoError,
+    TraceError,
+    UnknownNameError,
+    VerifyError,
+    failure_reason,
+)
 from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
 from .schedules.load_schedule import load_schedule

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from slapo.report.axis import linear_axis, log_axis, step_axis
+from slapo.report.charts import linear_axis, log_axis, step_axis
 from slapo.report.page import page, write_report
 from slapo.report.stylesheet import STYLE
 from slapo.run_data.record import ModuleRecord, RankRecord, RunRecord, ScheduleStepRecord

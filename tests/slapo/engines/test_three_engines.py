@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import slapo
-from slapo.training.console_output import with_progress
+from slapo.training.worker import with_progress
 from slapo_core import load_schedule
 from slapo_testing import run_distributed
 from tests.engine_models import batches, my_part, small

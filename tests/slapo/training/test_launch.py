@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slapo.launch.elastic_launch import launch_ranks
+from slapo.launch.elastic_launch import _listen, launch_ranks
 from slapo.launch.errors import RankError
-from slapo.launch.loopback_rendezvous import _listen
 from slapo.run_data.settings import Settings
 from tests.slapo import launched
 

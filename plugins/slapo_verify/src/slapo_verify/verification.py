@@ -33,7 +33,7 @@ from .model_setup.dropouts import dropout_disabled
 from .model_setup.fused_parameters import added_parameters
 from .model_setup.model_copies import copy_model
 from .ranks.failure_propagation import StrandedError
-from .ranks.shared_results import compute_once
+from .ranks.thread_ranks import compute_once
 
 T = TypeVar("T")
 

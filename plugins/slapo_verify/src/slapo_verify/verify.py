@@ -30,8 +30,7 @@ from .comparison.rounding import check_tolerance, tolerance_of
 from .comparison.tensor_leaves import leaves_of
 from .diagnosis.cause import ComparedModels
 from .model_setup.meta_values import device_for, has_meta_parameters, materialize_from, materialize_models
-from .model_setup.model_copies import copy_model
-from .model_setup.step_replay import fresh_schedule
+from .model_setup.model_copies import copy_model, fresh_schedule
 from .ranks.failure_propagation import Ranks
 from .training_runs.reference_run import sgd
 from .verification import compare_models

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -20,16 +21,27 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from slapo_core import SlapoError
 
 from ..run_data.settings import Settings
 from .errors import InterruptedRunError, RankError
-from .loopback_rendezvous import ADDRESS, BACKEND, use_loopback
 from .signals import TERMINATION_SIGNALS, signal_handler
+
+ADDRESS = "127.0.0.1"
+BACKEND = "slapo-loopback"
+
 
 SHUTDOWN_SECONDS = 5
 """Seconds that a rank has to end after a signal before it is killed."""
@@ -165,3 +177,58 @@ def _root_cause(folder: Path, failures: dict[int, ProcessFailure]) -> RankError:
 
 def _exit_description(failure: ProcessFailure) -> str:
     return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Rendezvous of a single agent, whose store is also the workers'. Its only socket listens on the loopback address.
+
+    Torch's own rendezvous backends listen on every interface of the machine.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        self._store, self._port = _listen()
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other agent can join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def use_loopback() -> None:
+    """Register the backend, and keep gloo's and nccl's sockets of processes started from here on the loopback interface."""
+    rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+
+
+def _listen() -> tuple[TCPStore, int]:
+    listener = socket.socket()
+    listener.bind((ADDRESS, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return store, port

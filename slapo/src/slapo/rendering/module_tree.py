@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from slapo_core import Program
+from slapo_core import Program, shard_spec
 
-from .parameter_shapes import ParameterShape
 from .short_values import join_first, printable, truncate
 from .step_places import StepPlaces
 
@@ -232,3 +233,62 @@ def _group_label(names: list[str]) -> str:
     if all(name.isdecimal() for name in names):
         return f"{names[0]}-{names[-1]}"
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
+
+
+class ParameterShape(NamedTuple):
+    """Shapes of one parameter or buffer.
+
+    Args:
+        local: On this rank.
+        whole: In the unmodified model.
+        split: Mesh axes it is split over, with their sizes, e.g. ``("tp 4",)``.
+    """
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    split: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> ParameterShape | None:
+        """Return the shapes of a shard, a DTensor, a parameter of ZeRO-3 or a plain tensor; None before it has any."""
+        if is_lazy(tensor):
+            return None
+        local = whole = tuple(tensor.shape)
+        split: list[str] = []
+        if (partitioned := getattr(tensor, "ds_shape", None)) is not None and tuple(partitioned) != whole:
+            local, whole, split = tuple(tensor.ds_tensor.shape), tuple(partitioned), ["ZeRO-3"]  # a range of the flat tensor
+        if hasattr(tensor, "placements"):
+            local, split = _local_shape(tensor), _mesh_axes(tensor)
+        if (spec := shard_spec(tensor)) is not None and spec.num_shards > 1:
+            whole, split = spec.full_shape, [*split, f"{spec.axis} {spec.num_shards}"]
+        return cls(local, whole, tuple(split))
+
+    @property
+    def held(self) -> int:
+        """Numbers on this rank."""
+        return math.prod(self.local)
+
+    @property
+    def total(self) -> int:
+        """Numbers of the whole parameter."""
+        return math.prod(self.whole)
+
+    def __str__(self) -> str:
+        if len(self.local) == len(self.whole):
+            sizes = zip(self.local, self.whole, strict=True)
+            dims = f"[{', '.join(str(part) if part == size else f'{part} of {size}' for part, size in sizes)}]"
+        else:
+            dims = f"{list(self.local)} of {list(self.whole)}"
+        return f"{dims} {' '.join(self.split)}".rstrip()
+
+
+@torch.no_grad()
+def _local_shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.to_local().shape)
+
+
+def _mesh_axes(tensor: Any) -> list[str]:
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or [f"axis {dim}:" for dim in range(mesh.ndim)]
+    placed = zip(names, mesh.shape, tensor.placements, strict=True)
+    return [f"{name} {size}" for name, size, placement in placed if placement.is_shard() and size > 1]

@@ -1,9 +1,11 @@
-"""The self-contained page ``report.html``."""
+"""The self-contained page ``report.html``, with its tables."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,10 @@ from typing import Any
 from slapo_torch.timeline import chrome_trace
 
 from ..run_data.record import RunRecord
-from .axis import linear_axis, log_axis, step_axis
-from .charts import Limit, Line, line_chart
+from .charts import Limit, Line, line_chart, linear_axis, log_axis, step_axis
 from .javascript import SCRIPT
 from .module_tree import module_tree
 from .stylesheet import STYLE
-from .tables import loss_table, rank_table, settings_table, stage_table, version_table
 from .timeline import timeline
 
 SMALLEST = 1e-8
@@ -101,14 +101,11 @@ def _cards(record: RunRecord) -> str:
         "ms per step": f"{per_step:.0f}",
     }
     shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cards.items())
-    return f'<dl class="cards">{shown}</dl><p class="note">{_step_time(len(record.losses))}</p>'
-
-
-def _step_time(steps: int) -> str:
-    return (
-        f"ms per step: the mean over all steps of the scheduled run, {steps}, the slower first one among them; "
+    note = (
+        f"ms per step: the mean over all steps of the scheduled run, {len(record.losses)}, the slower first one among them; "
         "without building the model and without the reference."
     )
+    return f'<dl class="cards">{shown}</dl><p class="note">{note}</p>'
 
 
 def _charts(record: RunRecord) -> str:
@@ -144,3 +141,55 @@ def _drop_non_finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_drop_non_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def rank_table(record: RunRecord) -> str:
+    """Table of the stages and the number of parameters of each rank."""
+    total = record.modules[0].params
+    rows = []
+    for each in record.ranks:
+        place = (each.rank, each.pp, each.dp, each.tp, ", ".join(map(str, each.stages)))
+        rows.append((*place, f"{each.params:,}", f"{100 * each.params / total:.1f}%"))
+    return _table(("rank", "pp", "dp", "tp", "stage", "parameters", "of the model"), rows)
+
+
+def stage_table(record: RunRecord) -> str:
+    """Table of the modules of each stage; empty for a model without cuts."""
+    if len(record.stage_paths) < 2:
+        return ""
+    rows = [(index, ", ".join(paths)) for index, paths in enumerate(record.stage_paths)]
+    table = _table(("stage", "modules"), rows, "words")
+    return f'<details class="more"><summary>Modules of each stage</summary>{table}</details>'
+
+
+def loss_table(record: RunRecord) -> str:
+    """Table of all losses."""
+    if record.reference:
+        head: tuple[str, ...] = ("step", "scheduled", "reference", "difference")
+        lines = zip(record.losses, record.reference, record.differences, strict=True)
+        rows = [(step, f"{own:.6f}", f"{other:.6f}", f"{gap:.1e}") for step, (own, other, gap) in enumerate(lines, 1)]
+        return _table(head, rows)
+    return _table(("step", "loss"), [(step, f"{loss:.6f}") for step, loss in enumerate(record.losses, 1)])
+
+
+def settings_table(record: RunRecord) -> str:
+    """Table of the run's settings."""
+    schedule = record.settings.schedule or "default, from the model's structure"
+    shown = asdict(record.settings) | {"data": record.source, "schedule": schedule}
+    rows = [(key.replace("_", " "), _yes_no(value)) for key, value in shown.items() if value != ""]
+    return _table(("setting", "value"), rows, "words")
+
+
+def version_table(record: RunRecord) -> str:
+    """Table of the installed versions."""
+    return _table(("package", "version"), list(record.versions.items()), "words")
+
+
+def _yes_no(value: object) -> object:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], style: str = "numbers") -> str:
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table class="{style}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'

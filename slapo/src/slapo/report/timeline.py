@@ -8,7 +8,7 @@ from typing import Any
 
 from slapo_torch.timeline import COMPUTES, MESSAGES, Bubble, bubble
 
-from .axis import linear_axis
+from .charts import linear_axis
 
 WAITS = (
     "bubble: the share of the ranks' time in which they do not compute, and, in brackets, what it would be for this order of "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -11,7 +13,6 @@ from slapo_core import SlapoError
 
 from ..launch.elastic_launch import launch_ranks
 from ..launch.errors import RankError
-from ..run_data.report_folder import make_folder
 from ..run_data.settings import Settings, SettingsError, format_count
 from .preflight_check import check_run
 from .worker import train_rank
@@ -57,3 +58,21 @@ def _check_world(settings: Settings, world_size: int) -> None:
             f"--pp {settings.pp} x --dp {settings.dp} x --tp {settings.tp} is {settings.world_size} ranks, but torchrun "
             f"started {world_size}; start {settings.world_size}, or choose sizes whose product is {world_size}"
         )
+
+
+def make_folder(settings: Settings) -> None:
+    """Make the folder of ``--report``, if one was asked for, and try to write there: a run must not end in vain.
+
+    Raises:
+        SettingsError: it cannot be made or written to.
+    """
+    if not settings.report:
+        return
+    folder = Path(settings.report)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as err:
+        raise SettingsError(
+            f"--report {folder}: cannot be written to, {(err.strerror or str(err)).lower()}; give a folder that can be"
+        ) from err

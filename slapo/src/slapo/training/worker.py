@@ -1,10 +1,10 @@
-"""Work of one rank of ``slapo train``."""
+"""Work of one rank of ``slapo train``, and the console output of rank 0."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console  # noqa: TID253
+from rich.markup import escape  # noqa: TID253
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: TID253
+from rich.table import Table  # noqa: TID253
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo.report.page import write_report
 from slapo_core import Engine, Schedule, VerifyError, build, init_empty_weights, set_random_seed
 
 from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
-from ..run_data.settings import Settings, engine_options
-from .console_output import print_comparison, print_header, verdict, with_progress
+from ..run_data.settings import Settings, engine_options, format_count
 from .corpus import Corpus, read_corpus
 from .models import build_model
 from .preflight_check import AXES
@@ -127,3 +129,65 @@ def _save_schedule(sch: Schedule, settings: Settings) -> None:
         folder = Path(settings.report)
         folder.mkdir(parents=True, exist_ok=True)
         sch.save(folder / "schedule.json")
+
+
+MAX_TABLE_ROWS = 50
+"""Longest table of losses; longer runs show every so many steps."""
+
+
+def print_header(console: Console, settings: Settings, source: str) -> None:
+    """Print model, batch, layout and data of the run."""
+    layout = f"pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
+    ranks, layers = format_count(settings.world_size, "rank"), format_count(settings.layers, "layer")
+    model = f"{settings.model}: {layers}, hidden {settings.hidden}, {format_count(settings.heads, 'head')}"
+    parts = format_count(settings.microbatches, "micro-batch", "micro-batches")
+    batch = f"batch {settings.batch} x {settings.seq} bytes, {parts}"
+    run = f"{batch}; {ranks} ({layout}) on {settings.device}"
+    console.print(f"[bold]{escape(model)}[/]; {run}", highlight=False, soft_wrap=True)
+    console.print(f"data: {escape(source)}", highlight=False, soft_wrap=True)
+
+
+def with_progress(console: Console, title: str, losses: Iterable[float], num_steps: int) -> Iterator[float]:
+    """Pass the losses on, and show them: a live bar on a terminal, else about ten lines."""
+    if not console.is_terminal:
+        yield from _lines(console, title, losses, num_steps)
+        return
+    title_column, loss_column = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
+    columns = (title_column, BarColumn(), MofNCompleteColumn(), loss_column, TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=num_steps, loss="")
+        for loss in losses:
+            progress.update(task, advance=1, loss=f"loss {loss:.4f}")
+            yield loss
+
+
+def _lines(console: Console, title: str, losses: Iterable[float], num_steps: int) -> Iterator[float]:
+    every = max(1, num_steps // 10)
+    for step, loss in enumerate(losses, 1):
+        if step == 1 or step % every == 0 or step == num_steps:
+            console.print(f"{title}: step {step}/{num_steps}, loss {loss:.4f}", highlight=False, soft_wrap=True)
+        yield loss
+
+
+def print_comparison(console: Console, record: RunRecord) -> None:
+    """Print both losses of each step, their difference, and the verdict; a bad one is the error that the run then ends with."""
+    table = Table("step", "scheduled", "reference", "difference", title="loss")
+    for column in table.columns:
+        column.justify = "right"
+    every = -(-len(record.losses) // MAX_TABLE_ROWS)
+    for step, (own, other) in enumerate(zip(record.losses, record.reference, strict=True), 1):
+        if step % every == 0 or step in (1, record.largest_difference[1]):
+            table.add_row(str(step), f"{own:.6f}", f"{other:.6f}", f"{abs(own - other):.1e}")
+    console.print(table)
+    if not record.is_refuted:
+        console.print(verdict(record), highlight=False, soft_wrap=True)
+
+
+def verdict(record: RunRecord) -> str:
+    """Return the sentence that says whether the losses agree."""
+    value, step = record.largest_difference
+    largest = f"largest difference {value:.1e}, at step {step}"
+    if record.settings.dropout:
+        return f"{largest}; not judged, as with dropout the two runs draw different masks"
+    word = "the same within" if record.is_within_tolerance else "NOT the same: above"
+    return f"{largest}: {word} {record.settings.tolerance:.0e}"

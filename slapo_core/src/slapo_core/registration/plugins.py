@@ -17,10 +17,9 @@ from contextlib import contextmanager
 import pluggy
 
 from .. import hookspecs
-from ..reporting.errors import PluginError, SlapoError, UnknownNameError
-from ..reporting.failure_reason import failure_reason
+from ..reporting.errors import PluginError, SlapoError, UnknownNameError, failure_reason
 from ..reporting.logger import get_logger
-from .plugin_record import PluginRecord
+from .entries import PluginRecord
 
 _ADD_HOOKSPECS = "slapo_add_hookspecs"
 

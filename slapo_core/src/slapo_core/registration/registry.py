@@ -17,8 +17,7 @@ from ..interfaces.codec import Codec
 from ..interfaces.primitive import Primitive
 from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
-from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
-from .plugin_record import PluginRecord
+from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, PluginRecord, class_name, entries_from
 from .plugins import Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])

@@ -11,8 +11,8 @@ computed before the step. They are compared in several circumstances: a second r
 weights, a step of SGD.
 
 ``model_snapshot`` compares everything that the model's modules reach, objects by identity and values by bits, to detect changes
-by a refused, failed or undone step. ``failure_injection`` makes a step fail midway: one of the Python calls from the
-primitive's own folder raises. An example declares what its step changes on purpose, and the step must then change it.
+by a refused, failed or undone step. ``transactions`` makes a step fail midway: one of the Python calls from the primitive's own
+folder raises. An example declares what its step changes on purpose, and the step must then change it.
 Combinations may be refused, in one sentence and without a change. Examples on several ranks run each check as a job of its own.
 """
 

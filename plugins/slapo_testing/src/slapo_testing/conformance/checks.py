@@ -18,16 +18,14 @@ from .examples.case import Case, ConformanceError, registry_of
 from .examples.examples import EngineExample, Example, KernelExample, RuleExample
 from .examples.validation import check_examples_list
 from .numeric_checks import composition, precision
-from .numeric_checks.numerics import numerics
-from .numeric_checks.random_means import means
+from .numeric_checks.numerics import means, numerics
 from .registration import check_documented, check_has_examples, check_lazy_import, check_registered
-from .state_checks.deepcopies import check_deepcopy
 from .state_checks.hooks import hooks
 from .state_checks.journal_replay import journal
 from .state_checks.process_state import process
 from .state_checks.refusals import refusals
 from .state_checks.transactions import check_rollback, check_undo
-from .state_checks.unchanged_state import contracts
+from .state_checks.unchanged_state import check_deepcopy, contracts
 
 PRIMITIVE_CHECKS: dict[str, Callable[[Case], None]] = {
     "process": process,  # first, as what a step sets it sets once
@@ -97,14 +95,11 @@ class Check:
             raise ConformanceError(f"{self}: {error}") from error.__cause__
         except Exception as error:
             kind = "" if isinstance(error, SlapoError) else f"{type(error).__name__}: "
-            raise ConformanceError(f"{self}: {kind}{_first_line(error)}") from error
+            first_line = str(error).strip().partition("\n")[0]
+            raise ConformanceError(f"{self}: {kind}{first_line}") from error
 
     def __str__(self) -> str:
         return f"{self.owner}, {self.name}" + (f", {self.example}" if self.example is not None else "")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def primitive_checks(name: str, examples: Iterable[Example]) -> list[Check]:

@@ -21,8 +21,8 @@ from .examples.case import ConformanceError, check_sentence
 from .examples.examples import KernelExample
 from .examples.kernel_calls import kernel_calls
 from .examples.validation import check_examples_list
+from .numeric_checks.numerics import RUNS
 from .numeric_checks.precision import RELATIVE_TOLERANCE, rounding_errors
-from .numeric_checks.random_means import RUNS
 
 if TYPE_CHECKING:
     from slapo_kernels import Implementation

@@ -104,9 +104,8 @@ def check_documented(registry: Registry, kind: str, name: str) -> None:
     if missing := [each for each in taken if each not in said]:
         raise ConformanceError(f"the docstring of {cls.__name__} does not say under Args what {missing[0]!r} is")
     if extra := [each for each in said if each not in taken]:
-        raise ConformanceError(
-            f"the docstring of {cls.__name__} says under Args what {extra[0]!r} is, which apply does not take"
-        )
+        what = f"what {extra[0]!r} is, which apply does not take"
+        raise ConformanceError(f"the docstring of {cls.__name__} says under Args {what}")
     _check_same_parameters(cls, taken)
 
 
@@ -118,9 +117,8 @@ def _least_indented(section: str) -> str:
 
 
 def _check_same_parameters(cls: Any, taken: list[str]) -> None:
-    if "check" not in {
-        name for base in cls.__mro__[:-1] if base.__module__ != "slapo_core.interfaces.primitive" for name in vars(base)
-    }:
+    own = [base for base in cls.__mro__[:-1] if base.__module__ != "slapo_core.interfaces.primitive"]
+    if not any("check" in vars(base) for base in own):
         return
     checked = [each.name for each in list(inspect.signature(cls.check).parameters.values())[1:]]
     if checked != taken:

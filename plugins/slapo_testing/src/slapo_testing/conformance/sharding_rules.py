@@ -22,8 +22,7 @@ from ..workers.pool import MAX_WORKERS
 from .checks import Check, on_ranks, run_all
 from .examples.case import ConformanceError, check_sentence
 from .examples.examples import Refused, RuleExample
-from .examples.model_snapshot import Snapshot, first_of
-from .examples.model_structure import first_difference, structure
+from .examples.model_snapshot import Snapshot, first_difference, first_of, structure
 from .examples.validation import check_examples_list
 
 if TYPE_CHECKING:
@@ -171,16 +170,10 @@ class RuleCase:
             if key in full and not torch.equal(full[key], value):
                 raise ConformanceError(f"the shards of {key!r} do not make up the parameter")
         args, kwargs = self.inputs()
+        options = {**kwargs, "atol": self.example.atol, "rtol": self.example.rtol}
         for training in (False, True, False):
             try:
-                assert_equivalent(
-                    layer.train(training),
-                    sch.mod.train(training),
-                    *args,
-                    atol=self.example.atol,
-                    rtol=self.example.rtol,
-                    **kwargs,
-                )
+                assert_equivalent(layer.train(training), sch.mod.train(training), *args, **options)
             except Exception as error:
                 kind = "" if isinstance(error, (AssertionError, ScheduleError)) else f"{type(error).__name__}: "
                 mode = "training" if training else "evaluation"
@@ -250,8 +243,7 @@ def _check_refusal(case: RuleCase, refused: Refused) -> None:
         if not re.search(refused.match, str(error)):
             raise ConformanceError(f"{what} is refused by {str(error)!r}, not with {refused.match!r}") from error
     else:
-        raise ConformanceError(
-            f"{what} splits the layer over {dist.get_world_size()} ranks; it is to be refused with {refused.match!r}"
-        )
+        ranks = f"{dist.get_world_size()} ranks"
+        raise ConformanceError(f"{what} splits the layer over {ranks}; it is to be refused with {refused.match!r}")
     if found := before.differences(Snapshot(sch)):
         raise ConformanceError(f"after {what} was refused, {first_of(found)}")

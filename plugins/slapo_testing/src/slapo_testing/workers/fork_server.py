@@ -32,12 +32,8 @@ class ForkServer:
         self._control, remote = socket.socketpair()
         self._control.settimeout(_START_SECONDS)
         # who asks the driver for its devices may not fork: torch is to ask NVML
-        own = {
-            "OMP_NUM_THREADS": "1",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        environ = {**os.environ, **own}
+        own = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        environ = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-c", _MAIN, str(remote.fileno()), *modules]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[remote.fileno()], env=environ)
         remote.close()

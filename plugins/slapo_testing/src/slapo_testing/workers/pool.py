@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -126,8 +126,7 @@ class _Worker:
         if self.ready or (self.jobs.poll(_START_SECONDS) and self._is_alive()):
             self.ready = True
             return
-        stacks = self.stacks()
-        raise DistributedError("a worker process did not start", rank=0, traceback=stacks)
+        raise DistributedError("a worker process did not start", rank=0, traceback=self.stacks())
 
     def _is_alive(self) -> bool:
         try:
@@ -277,9 +276,8 @@ class _Pool:
 
 
 def _receive(rank: _Rank) -> None:
-    connection: Connection[Any, Any] = rank.worker.jobs
     try:
-        rank.take(unpickle(connection.recv_bytes()))
+        rank.take(unpickle(rank.worker.jobs.recv_bytes()))
     except (EOFError, ConnectionResetError):
         rank.record_exit()
 
@@ -293,9 +291,8 @@ def _raise_first(ranks: Sequence[_Rank], timeout: float) -> None:
     if stuck:
         names = ", ".join(map(str, stuck))
         stacks = "\n\n".join(f"rank {index}:\n{_stacks_now(ranks[index].worker)}" for index in stuck)
-        raise DistributedError(
-            f"rank {names} of {len(ranks)} still running after {timeout:g} s", rank=stuck[0], traceback=stacks
-        )
+        message = f"rank {names} of {len(ranks)} still running after {timeout:g} s"
+        raise DistributedError(message, rank=stuck[0], traceback=stacks)
 
 
 def _stacks_now(worker: _Worker) -> str:

@@ -15,8 +15,7 @@ from slapo_core import VerifyError, parameter_facts, rng_state
 
 from ..model_setup.dropouts import same_random_state
 from ..model_setup.fused_parameters import added_parameters
-from ..model_setup.model_rollback import model_rollback
-from ..model_setup.replica_batch_norm import local_batch_statistics
+from ..model_setup.model_rollback import local_batch_statistics, model_rollback
 from ..ranks.failure_propagation import SINGLE_RANK, Ranks
 from .equivalence import (
     Difference,

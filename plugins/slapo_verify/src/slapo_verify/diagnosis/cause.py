@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from slapo_core import Schedule, ScheduleError, Step
 
@@ -16,10 +17,10 @@ from ..comparison.model_results import ComparisonTask, ModelResults, compare, co
 from ..comparison.report import Blame
 from ..comparison.staged_model import StagedModel
 from ..model_setup.meta_values import fill_scheduled
-from ..model_setup.step_replay import replay
+from ..model_setup.model_copies import replay
+from ..ranks._torch_private import is_dry_run
 from ..ranks.failure_propagation import Ranks, StrandedError
 from . import hints
-from .module_outputs import differing_modules, outputs_of
 from .step_bisection import steps_to_blame
 
 
@@ -210,3 +211,56 @@ def _hint(
 
 _MAX_GRADIENTS = 16
 """Number of gradients that are compared between ranks."""
+
+
+Outputs = list[tuple[str, int, list[torch.Tensor]]]
+"""Path, number of the call, and output tensors, in the order in which modules returned."""
+
+
+def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
+    """Return the output of each module while ``run`` runs the model, without modules in compiled regions or traces.
+
+    No module gets a first hook of its own, since some compute differently with hooks. The output of a module with hooks, such
+    as syncs, is recorded after these.
+    """
+    paths = {module: path for path, module in model.named_modules() if path}
+    found: Outputs = []
+    calls: dict[str, int] = {}
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if is_dry_run():  # a traced module traces itself again for a call that it has not seen
+            return
+        path = paths[module]
+        calls[path] = calls.get(path, -1) + 1
+        leaves = torch.utils._pytree.tree_leaves(output)
+        found.append((path, calls[path], [each.detach().clone() for each in leaves if isinstance(each, torch.Tensor)]))
+
+    def record_bare(module: nn.Module, args: Any, output: Any) -> None:
+        if module in paths and not module._forward_hooks:
+            record(module, args, output)
+
+    handles = [register_module_forward_hook(record_bare)]
+    handles += [module.register_forward_hook(record) for module in paths if module._forward_hooks]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def differing_modules(expected: Outputs, actual: Outputs, tolerance: Tolerance) -> list[str]:
+    """Return the paths of modules with other outputs, in order. Outputs of other shapes, as shards, do not count."""
+    known = {(path, call): tensors for path, call, tensors in expected}
+    found: dict[str, None] = {}
+    for path, call, tensors in actual:
+        pairs = list(zip(known.get((path, call), []), tensors, strict=False))
+        if any(_values_differ(one, other, tolerance) for one, other in pairs):
+            found[path] = None
+    return list(found)
+
+
+def _values_differ(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return not bool(tolerance.accepts(one, other).all())

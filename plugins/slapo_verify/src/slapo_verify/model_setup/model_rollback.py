@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core import VerifyError, rng_state, set_rng_state
+from slapo_tracing.nodes import forward_wrappers
 
 
 @contextmanager
@@ -82,3 +83,21 @@ def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
 def _numpy_state() -> Any:
     loaded: Any = sys.modules.get("numpy")
     return None if loaded is None else loaded.random.get_state()
+
+
+@contextmanager
+def local_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Make BatchNorms with statistics over all replicas use their own batch, in a ``with`` block.
+
+    Every replica runs the same full batch here. Counted once per replica, it would have another unbiased variance.
+    """
+    found = (each for module in model.modules() for each in forward_wrappers(module))
+    wrappers: list[Any] = [each for each in found if getattr(each, "over_replicas", False)]
+    groups = [each.group for each in wrappers]
+    for each in wrappers:
+        each.group = None
+    try:
+        yield
+    finally:
+        for each, group in zip(wrappers, groups, strict=True):
+            each.group = group

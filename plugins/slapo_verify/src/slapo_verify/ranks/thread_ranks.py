@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from slapo_core import VerifyError, rng_state, set_rng_state
 
 from ._torch_private import BACKEND, threaded_groups
-from .failure_propagation import THREAD_ERRORS
+from .failure_propagation import THREAD_ERRORS, Ranks
 
 T = TypeVar("T")
 
@@ -105,3 +105,24 @@ class _ThreadRanks:
                 self.error = VerifyError("the ranks wait for each other in different collectives: one of them left some out")
             if self.error is not None:
                 end(self.error)
+
+
+_SHARED: dict[int, list[Any]] = {}
+"""Id of a thread's list to the list, which has its result, or another thread's."""
+
+
+def compute_once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
+    """Return the result of ``run``; if ranks are threads, that of the first rank where it ``is_for_all``. Collective."""
+    if not (dist.is_initialized() and dist.get_backend() == BACKEND):
+        return ranks.run_on_all(run)
+    own: list[T] = []
+    _SHARED[id(own)] = own
+    try:
+        first = _SHARED[ranks.gather(id(own))[0]]
+        ranks.run_on_all(lambda: own.append(run()) if own is first else None)
+        if own is not first and is_for_all(first[0]):
+            own += first
+        ranks.run_on_all(lambda: None if own else own.append(run()))
+        return own[0]
+    finally:
+        del _SHARED[id(own)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,8 @@ class EngineCase:
     def schedule(self, model: nn.Module | None = None) -> Schedule:
         """Return the top schedule with all steps."""
         inputs = {key: value for key, value in self.batch(0).items() if self.example.loss_fn is None or key != "labels"}
-        made = create_schedule(
-            self.model() if model is None else model, mesh=self.mesh, example_inputs=inputs, plugins=self.registry
-        )
+        model = self.model() if model is None else model
+        made = create_schedule(model, mesh=self.mesh, example_inputs=inputs, plugins=self.registry)
         if self.example.before is not None:
             self.example.before(made)
         return made
@@ -66,11 +65,8 @@ class EngineCase:
     def engine(self, schedule: Schedule | None = None, options: Mapping[str, Any] | None = None) -> Iterator[Engine]:
         """Yield an engine, and close it after the ``with`` block."""
         options = self.example.options if options is None else options
-        made = self.build(self.schedule() if schedule is None else schedule, options)
-        try:
+        with closing(self.build(self.schedule() if schedule is None else schedule, options)) as made:
             yield made
-        finally:
-            made.close()
 
     def build(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
         """Build an engine as a user does."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from slapo_core import BuildError, Engine
 
-from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import ConformanceError, check_sentence
 from ..examples.examples import EngineExample, RefusedOption
-from ..examples.model_snapshot import Snapshot, first_of
+from ..examples.model_snapshot import Snapshot, copy_containers, first_of, is_unchanged
 from .checkpoints import background, checkpoint, damage
 from .engine_case import EngineCase
-from .evaluation import evaluation
 
 
 def refusals(case: EngineCase) -> None:
@@ -40,9 +40,8 @@ def _refuse(case: EngineCase, refused: RefusedOption) -> None:
         if isinstance(error, BuildError):
             check_sentence(error, what)
         if not isinstance(error, BuildError) or not re.search(refused.match, str(error)):
-            raise ConformanceError(
-                f"{what} is refused by the {type(error).__name__} {str(error)!r}, not by a BuildError with {refused.match!r}"
-            ) from error
+            other = f"the {type(error).__name__} {str(error)!r}"
+            raise ConformanceError(f"{what} is refused by {other}, not by a BuildError with {refused.match!r}") from error
     else:
         engine.close()
         raise ConformanceError(f"{what} builds an engine; it is to be refused with {refused.match!r}")
@@ -109,10 +108,71 @@ def _means_the_same(case: EngineCase, name: str, value: Any) -> None:
         engine = case.build(case.schedule(), changed)
     except BuildError as error:
         return check_sentence(error, what)
-    try:
+    with closing(engine):
         _train(case, engine, case.losses(changed), f" after {what}")
+
+
+def evaluation(case: EngineCase) -> None:
+    """Check that ``eval_batch`` returns the loss in evaluation mode, without gradients, and does not affect training."""
+    with case.engine() as engine:
+        modes: list[bool] = []
+        for step, (expected, model) in enumerate(case.reference(case.example.options)):
+            trained = float(engine.train_batch(**case.batch(step)))
+            case.equal(trained, expected, f"the loss of step {step + 1}, between evaluations")
+            now = [module.training for module in engine.module.modules()]
+            if modes not in ([], now):
+                raise ConformanceError("after eval_batch() modules are in another mode in training")
+            modes = now
+            case.equal(_evaluate(case, engine, step), case.unmodified_loss(model, step), f"eval_batch() after step {step + 1}")
+
+
+def _evaluate(case: EngineCase, engine: Engine, step: int) -> float:
+    """Return the loss of a call, which must change nothing."""
+    before = _parameters(engine.module)
+    with _record_modes(engine.module) as seen:
+        loss = engine.eval_batch(**case.batch(step))
+    for what in ("in training mode", "with gradients"):
+        if step > 0 and what in seen:  # before its first evaluation an engine may trace its model
+            raise ConformanceError(f"eval_batch() runs {seen[what]} {what}")
+    if loss.requires_grad:
+        raise ConformanceError("eval_batch() gives a loss that requires gradients, not a number")
+    for name, (value, gradient) in _parameters(engine.module).items():
+        if not torch.equal(value, before[name][0]):
+            raise ConformanceError("eval_batch() changes parameters")
+        if not _same(gradient, before[name][1]):
+            raise ConformanceError(f"eval_batch() changes the gradient of {name!r}")
+    return float(loss)
+
+
+def _parameters(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the present values and gradients."""
+    return {
+        name: (parameter.detach().clone(), None if parameter.grad is None else parameter.grad.detach().clone())
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _same(gradient: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    return gradient is before if gradient is None or before is None else torch.equal(gradient, before)
+
+
+@contextmanager
+def _record_modes(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Record the modules that run in training mode or with gradients, in a ``with`` block."""
+    seen: dict[str, str] = {}
+
+    def look(module: nn.Module, _: Any) -> None:
+        if module.training:
+            seen.setdefault("in training mode", f"a {type(module).__name__}")
+        if torch.is_grad_enabled():
+            seen.setdefault("with gradients", f"a {type(module).__name__}")
+
+    handles = [module.register_forward_pre_hook(look) for module in model.modules()]
+    try:
+        yield seen
     finally:
-        engine.close()
+        for handle in handles:
+            handle.remove()
 
 
 def shutdown(case: EngineCase) -> None:

@@ -28,9 +28,8 @@ from slapo_core import (
 )
 from slapo_verify.comparison import Run, Tolerance, differences, run_model
 
-from .argument_copies import copy_containers
 from .examples import Example, Refused
-from .model_snapshot import Snapshot, first_of
+from .model_snapshot import Snapshot, copy_containers, first_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""

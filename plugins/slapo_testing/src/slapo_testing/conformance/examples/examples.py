@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -168,10 +169,7 @@ class EngineExample:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        total = 1
-        for size in self.mesh.values():
-            total *= size
-        return total
+        return math.prod(self.mesh.values())
 
     def __str__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)

@@ -1,4 +1,7 @@
-"""Snapshot of a scheduled model, to detect to the bit what a refused or undone step changed."""
+"""State of a scheduled model and of a call's arguments, to detect what a step changed.
+
+``Snapshot`` compares to the bit, for refused and undone steps; ``structure`` is equal for models with the same steps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from slapo_core import ParameterFacts, Schedule
+from slapo_core import ParameterFacts, Schedule, parameter_facts, shard_spec
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _MISSING = object()
@@ -106,3 +109,52 @@ def first_of(differences: list[str]) -> str:
     """Return the first three differences, and the number of the others."""
     more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
     return "; ".join(differences[:3]) + more
+
+
+def structure(schedule: Schedule) -> dict[str, Any]:
+    """Return facts of modules and tensors by path that are equal for models with the same steps."""
+    found: dict[str, Any] = {}
+    for path, module in schedule.mod.named_modules(remove_duplicate=False):
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        found[f"module {path!r}"] = (type(module).__qualname__, module.training, *map(len, hooks), "forward" in module.__dict__)
+    for kind, tensors in (("parameter", schedule.mod.named_parameters), ("buffer", schedule.mod.named_buffers)):
+        for name, tensor in tensors(remove_duplicate=False):
+            spec = shard_spec(tensor)
+            where = None if spec is None else (spec.dim, spec.full_shape, spec.sizes)
+            facts = parameter_facts(tensor)
+            known = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, facts.names, facts.tags, where)
+            found[f"{kind} {name!r}"] = known
+    return found
+
+
+def first_difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the first difference of the second structure as text."""
+    what = next(key for key in {**wanted, **found} if wanted.get(key) != found.get(key))
+    return f"{what} is {found.get(what, 'missing')}, not {wanted.get(what, 'there')}"
+
+
+def copy_containers(value: Any, *, clone: bool = False) -> Any:
+    """Return the value with new lists, tuples, dicts and sets around the same objects, so that a step changes only its own.
+
+    Args:
+        value: Any value.
+        clone: True to clone tensors, too.
+    """
+    if type(value) in (list, tuple, set):
+        return type(value)(copy_containers(item, clone=clone) for item in value)
+    if type(value) is dict:
+        return {key: copy_containers(item, clone=clone) for key, item in value.items()}
+    return value.detach().clone() if clone and isinstance(value, torch.Tensor) else value
+
+
+def is_unchanged(now: Any, then: Any) -> bool:
+    """Return True if a value equals the copy that ``copy_containers`` made of it."""
+    if now is then:
+        return True
+    if type(now) in (list, tuple) and type(then) is type(now):
+        return len(now) == len(then) and all(map(is_unchanged, now, then))
+    if type(now) is dict and type(then) is dict:
+        return [*now] == [*then] and all(map(is_unchanged, now.values(), then.values()))
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+        return now.shape == then.shape and now.dtype == then.dtype and bool(torch.equal(now, then))
+    return bool(now == then)

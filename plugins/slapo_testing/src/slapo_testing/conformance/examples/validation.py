@@ -99,10 +99,7 @@ def check_examples_list(kind: str, name: Any, examples: Any, wanted: type) -> li
 
 def _describe(value: Any) -> str:
     """In a few words."""
-    short = isinstance(value, (str, int, float, type(None), type)) or (isinstance(value, (tuple, list)) and not _is_long(value))
+    is_brief = isinstance(value, (str, int, float, type(None), type))
+    short = is_brief or (isinstance(value, (tuple, list)) and len(repr(value)) <= 60)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     return repr(value) if short else f"one {type(value).__name__}{shape}"
-
-
-def _is_long(value: Any) -> bool:
-    return len(repr(value)) > 60

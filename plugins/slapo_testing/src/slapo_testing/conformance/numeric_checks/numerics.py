@@ -1,7 +1,11 @@
-"""Comparison of the scheduled model's results with the unmodified model's, in several circumstances."""
+"""Comparison of the scheduled model's results with the unmodified model's.
+
+They are compared in several circumstances, after a step of SGD, and for steps that change dropout masks as means of many runs.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import Schedule, SlapoError, rng_state
-from slapo_verify.comparison import Run, StagedModel, as_built, weighted_sum
+from slapo_core import Schedule, SlapoError, parameter_facts, rng_state
+from slapo_verify.comparison import Run, StagedModel, as_built, dense, weighted_sum
 
 from ..examples.case import BUFFER_LABEL, Case, ConformanceError, check_sentence
-from .training_steps import compare_trained
 
 COMPARED_WITH = "beside the unmodified model"
 
@@ -71,9 +74,8 @@ def _with_input_gradients(case: Case) -> Case:
 def _compare_circumstances(case: Case, course: list[Circumstance]) -> tuple[nn.Module, Schedule]:
     """Return an unmodified and a scheduled model, after checking that they compute the same."""
     reference = case.model()
-    expected = [
-        _expected_result(case, each, reference) for each in course
-    ]  # before the step, which may change what all compute
+    # before the step, which may change what all compute
+    expected = [_expected_result(case, each, reference) for each in course]
     _has_numbers(expected)
     schedule = case.make_schedule()
     for each, wanted in zip(course, expected, strict=True):
@@ -172,3 +174,78 @@ def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
     runs = as_built(schedule)
     if isinstance(runs, StagedModel):
         case.compare(reference, runs, f"in {runs.count} stages")
+
+
+MAX_CHANGE = 0.1
+"""Largest change of a number by the step of SGD."""
+TOLERANCE_FACTOR = 10
+"""Factor by which tolerances grow after the step, since each model has its own rounding errors."""
+
+
+def compare_trained(case: Case, reference: nn.Module, model: nn.Module) -> None:
+    """Check that both compute the same after the same step of SGD on the parameters with gradients in both."""
+    if {"ties", "names", "values"} & {*case.example.changes}:
+        return  # of parameters that are no longer the same ones, a step changes others
+    mine, theirs = _backward(case, reference), _backward(case, model)
+    common = mine.keys() & theirs.keys()
+    largest = max((float(mine[name][1].abs().max()) for name in common if mine[name][1].numel()), default=0.0)
+    rate = MAX_CHANGE / max(largest, MAX_CHANGE)
+    for held in (mine, theirs):
+        _descend({name: held[name] for name in common}, rate)
+    wider = replace(case.example, atol=TOLERANCE_FACTOR * case.example.atol, rtol=TOLERANCE_FACTOR * case.example.rtol)
+    stepped = replace(case, example=wider)
+    what = "after a step of SGD, {}beside the unmodified model"
+    stepped.compare(reference, model, what.format(""), case.keep(model))
+    with torch.no_grad():  # where a forward may use a copy of the weights that it made before the step
+        stepped.compare(reference, model, what.format("without gradients, "), case.keep(model))
+
+
+def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return parameters and their gradients by original name."""
+    torch.manual_seed(2)
+    args, kwargs = case.inputs()
+    total = weighted_sum(model(*args, **kwargs))
+    if total is not None:
+        total.backward()  # type: ignore[no-untyped-call]
+    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _original_parameters(model) if tensor.grad is not None}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def _original_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield from ((original, parameter) for original in parameter_facts(parameter).names or (name,))
+
+
+def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:
+    """Update each parameter once, under whatever names."""
+    with torch.no_grad():
+        for tensor, gradient in {id(tensor): (tensor, gradient) for tensor, gradient in held.values()}.values():
+            tensor.sub_(gradient, alpha=rate)
+
+
+RUNS = 200
+"""Number of runs whose means are compared."""
+
+
+def means(case: Case) -> None:
+    """Check that the means of many training runs, and of the squares, are within six standard errors."""
+    wanted, found = _moments(case, case.model()), _moments(case, case.make_schedule().mod)
+    for (path, mean, error), (_, other, error_of_other) in zip(wanted, found, strict=True):
+        allowed = 6 * (error.square() + error_of_other.square()).sqrt() + case.example.atol
+        if bool(((mean - other).abs() > allowed).any()):
+            apart = float(((mean - other).abs() / allowed).max()) * 6
+            raise ConformanceError(f"the mean of {path} over {RUNS} runs in training is {apart:.1f} standard errors off")
+
+
+def _moments(case: Case, model: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(2)
+    runs = [case.run(model).outputs for _ in range(RUNS)]
+    found = []
+    for index, (path, leaf) in enumerate(runs[0]):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not path.startswith(BUFFER_LABEL):
+            values = torch.stack([run[index][1] for run in runs]).double()
+            for what, numbers in ((f"output{path}", values), (f"the squares of output{path}", values.square())):
+                found.append((what, numbers.mean(0), numbers.std(0) / math.sqrt(RUNS)))
+    return found

@@ -10,9 +10,8 @@ import torch
 
 from slapo_core import Schedule, ScheduleError, load_schedule
 
-from ..examples.argument_copies import copy_containers, is_unchanged
 from ..examples.case import Case, ConformanceError, check_sentence
-from ..examples.model_structure import first_difference, structure
+from ..examples.model_snapshot import copy_containers, first_difference, is_unchanged, structure
 
 
 def journal(case: Case) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from slapo_core import Schedule, SlapoError, init_empty_weights
 
-from ..examples.argument_copies import copy_containers
 from ..examples.case import Case, ConformanceError, check_sentence
 from ..examples.examples import Refused
-from ..examples.model_snapshot import Snapshot, first_of
+from ..examples.model_snapshot import Snapshot, copy_containers, first_of
 
 
 def refusals(case: Case) -> None:
@@ -41,18 +39,13 @@ def _refuse(case: Case, refused: Refused, what: str) -> None:
 
 def _refuse_other_modules(case: Case) -> None:
     """Call the primitive on the other modules of the example's model, one of each class."""
-    schedule = case.begin()
-    for path, module in _one_of_each_class(schedule.mod):
+    schedule, found = case.begin(), dict[type[nn.Module], tuple[str, nn.Module]]()
+    for path, module in schedule.mod.named_modules():
+        found.setdefault(type(module), (path, module))
+    for path, module in found.values():
         if path != case.example.path:
             where = f"{path!r}, a {type(module).__name__}," if path else "the whole model"
             _works_or_refuses(case, schedule, path, f"the same call on {where}")
-
-
-def _one_of_each_class(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    found: dict[type[nn.Module], tuple[str, nn.Module]] = {}
-    for path, module in model.named_modules():
-        found.setdefault(type(module), (path, module))
-    return iter([*found.values()])
 
 
 def _refuse_second_call(case: Case) -> None:
@@ -86,9 +79,8 @@ def _works_or_refuses(case: Case, schedule: Schedule, path: str, what: str) -> N
         if found := before.differences(Snapshot(schedule)):
             raise ConformanceError(f"after {what} was refused, {first_of(found)}") from error
     except Exception as error:
-        raise ConformanceError(
-            f"{what} raises {type(error).__name__}, and is no refusal by a ScheduleError: {error}"
-        ) from error
+        kind = f"{type(error).__name__}, and is no refusal by a ScheduleError"
+        raise ConformanceError(f"{what} raises {kind}: {error}") from error
     else:
         schedule.undo()
 
