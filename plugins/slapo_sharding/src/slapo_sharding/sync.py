@@ -14,7 +14,7 @@ from slapo_training.gradient_hooks import register_first
 from .rules.sharding_rule import applied_cut
 from .splitting import attention_heads
 from .splitting.persistent_hooks import keep_hook
-from .syncs.shared_gradient_reduction import SharedGradientReduction
+from .syncs.overlapped_reduction import SharedGradientReduction
 from .syncs.sync_hooks import GradientReductionHook, Sync, reduces_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")

@@ -16,16 +16,16 @@ from .planning.derivation.replicated_modules import first_rank_only, plan_error
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
 from .planning.dry_run.layout_error import NOT_DIVISIBLE
-from .planning.execution import column_inputs, dropout_forks, layer_backends
+from .planning.execution import layer_backends, rng_forks
 from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
-from .planning.execution.stacked_experts import fork_stack, split_stack
-from .planning.given_plan import apply_given_plan
-from .planning.plan_gaps import split_plan_gaps
+from .planning.execution.plan_steps import fork_stack, group_by_parent, reduce_shared_gradients, split_stack
 from .planning.published_plan import (
     BESIDE_SHARDED,
+    apply_given_plan,
     first_unplanned_layer,
     head_norms,
     published_plan,
+    split_plan_gaps,
     tensor_parallel_plan,
     undeclared_parameters,
 )
@@ -126,10 +126,10 @@ def _split(
     if parallel_loss:
         steps = losses.plan_with_sharded_logits(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
-    for paths in column_inputs.group_by_parent(columns):
-        column_inputs.reduce_shared_gradients(schedule, paths)
+    for paths in group_by_parent(columns):
+        reduce_shared_gradients(schedule, paths)
     if schedule.world_size > 1 and not derived:
-        dropout_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
+        rng_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
             split_plan_gaps(schedule)
     if schedule.world_size > 1:

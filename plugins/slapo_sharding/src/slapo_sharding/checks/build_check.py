@@ -1,12 +1,14 @@
-"""Check at ``build`` that every shard has the syncs that it needs."""
+"""Checks at ``build``: every shard has the syncs that it needs, and no trained parameter shares memory with another tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
+from slapo_core import BuildError, Schedule, Step, is_sharded, parameter_facts, shard_spec
 
 from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, split_of
 from ..splitting import attention_heads
@@ -76,11 +78,6 @@ def _split_paths(step: Step) -> set[str]:
     """Return the paths of the modules that a step or its children shard or sync."""
     own = {step.path} if step.name in ("shard", "sync") else set()
     return own.union(*map(_split_paths, step.children))
-
-
-def sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the modules that are sharded."""
-    return [module for module in root.modules() if _is_sharded(module)]
 
 
 def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
@@ -154,17 +151,14 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention_heads.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(child) or _makes_local_heads(_largest_module(child))].append(projection)
+            # the module with most parameters of its own is the projection inside an adapter
+            inner = max(child.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
+            local[_makes_local_heads(child) or _makes_local_heads(inner)].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
             f"shard all projections of the attention or none; {OFF_SWITCH}"
         )
-
-
-def _largest_module(projection: nn.Module) -> nn.Module:
-    """Return the module with most parameters of its own: the projection inside an adapter."""
-    return max(projection.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
 
 
 def is_synced(module: nn.Module) -> bool:
@@ -225,7 +219,7 @@ def _neighbour_syncs(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]
     """Yield the syncs of replicated neighbours of a module and of the modules around it."""
     for outer in ancestors(path):
         for child in modules[outer].children():
-            if not sharded_modules(child):
+            if not any(map(_is_sharded, child.modules())):
                 yield from syncs_of(child)
 
 
@@ -233,3 +227,52 @@ def _reduces_gradient(sync: Sync, mode: str = "fwd_pre") -> bool:
     if sync.mode == "bwd_post":
         return sync.op == "all_reduce"
     return sync.mode == mode and sync.op == "all_gather" and sync.backward == "reduce_scatter"
+
+
+_MARK = "shares memory with "
+
+
+def note_shared_memory(root: nn.Module) -> None:
+    """Tag each parameter and buffer that shares memory with another one."""
+    for one, other in overlapping_pairs({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
+        parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
+        parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
+
+
+def check_shared_memory(root: nn.Module) -> None:
+    """Raise ``BuildError`` for trained parameters that share memory with others: shards, stages and buffers are copies.
+
+    One rank makes no copies.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for name, parameter in root.named_parameters():
+            shared = [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)]
+            if shared and parameter.requires_grad:
+                raise BuildError(
+                    f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "
+                    "make both one nn.Parameter, build without ensure_weight_tying in PEFT, or train on whole replicas, by "
+                    "target 'torch' with data_parallel='ddp'"
+                )
+
+
+def overlapping_pairs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of tensors that share memory; each tensor is compared with the next one in memory only."""
+    plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided)
+    found = sorted((_memory(each), id(each), each) for each in plain if each.numel() and not each.is_meta)
+    for (memory, _, one), (following, _, other) in zip(found, found[1:], strict=False):
+        if following[:2] == memory[:2] and following[2] < memory[3] and torch.isin(_offsets(one), _offsets(other)).any():
+            yield one, other
+
+
+def _memory(tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return str(tensor.device), tensor.untyped_storage().data_ptr(), start, start + last * tensor.element_size()
+
+
+def _offsets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the byte offset of each element of a tensor in its memory."""
+    found = torch.tensor(tensor.storage_offset())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = found[..., None] + torch.arange(size) * stride
+    return found.flatten() * tensor.element_size()

@@ -33,9 +33,9 @@ from ..splitting import weight_digests
 from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
 from ..syncs.sync_order import off_switch
 from . import size_errors
-from .comparison.module_comparison import ModuleComparison
-from .comparison.module_rerun import Rerun
 from .local_numel import NUMEL_METHODS, LocalNumel, is_called_by_slapo
+from .module_comparison import ModuleComparison
+from .module_rerun import Rerun
 from .partial_gradients import PartialGradients
 from .reentrant_checkpoints import run_as_non_reentrant
 from .value_tracking.sharded_values import ShardedValues, is_called_by_hook, is_called_by_sharding

@@ -19,8 +19,7 @@ from ..splitting.shard_planner import ShardPlanner
 from ..syncs.sync_hooks import mark_gradients_verified, reduces_gradient, trainable
 from .derivation.flat_graphs import ReservedNameError, flat_graph, layer_paths
 from .derivation.layer_search import DerivedPlan
-from .derivation.plan_forwards import make_local_forwards
-from .derivation.plan_search import find_plan
+from .derivation.plan_search import find_plan, make_local_forwards
 from .derivation.replicated_modules import (
     REMEDY,
     PlanConflict,
@@ -37,11 +36,15 @@ from .derivation.vocabulary import vocabulary_steps_from_graph
 from .dry_run.layouts import Layouts
 from .dry_run.node_values import calls_by_path
 from .dry_run.split_specs import LayerSplit
-from .execution import column_inputs
-from .execution.direct_parameter_shards import split_parameters
-from .execution.module_dicts import unused_entries
+from .execution.plan_steps import (
+    fork_stack,
+    group_by_input,
+    reduce_shared_gradients,
+    split_parameters,
+    split_stack,
+    unused_entries,
+)
 from .execution.rng_forks import MixedRandomOps, find_rng_forks
-from .execution.stacked_experts import fork_stack, split_stack
 from .local_sizes.adapted_modules import SharedParameterError, communicates, is_inside, partial_parameters
 from .local_sizes.local_attributes import Difference, SizeAttribute, candidate_attributes, difference, make_attributes_local
 from .local_sizes.local_forward import LocalForward
@@ -160,8 +163,8 @@ def apply_plan(
     axes = layouts.scatter_axes
     columns = [path for path, split in derived.splits.items() if _try_split(schedule, path, split, axes.get(path))]
     columns = [path for path in columns if not layouts.input_gradient_reduced.get(path)]
-    for paths in column_inputs.group_by_input(layouts.graph, columns):
-        column_inputs.reduce_shared_gradients(schedule, paths)
+    for paths in group_by_input(layouts.graph, columns):
+        reduce_shared_gradients(schedule, paths)
     if not layouts.sequence_collectives:
         _split_unused_entries(schedule, derived)
     for (path, mode), collective in layouts.sequence_collectives.items():
@@ -254,7 +257,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             module, spec = schedule.mod.get_submodule(other), applied.spec
             same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
             if same_width and _try_split(schedule, other, split, None):
-                column_inputs.reduce_shared_gradients(schedule, [other])
+                reduce_shared_gradients(schedule, [other])
 
 
 def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapping[str, LocalForward]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parametrization_hooks import parametrization_hooks
+from .parametrizations import parametrization_hooks
 from .projection_probe import NAMES, ProjectionProbe
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
 

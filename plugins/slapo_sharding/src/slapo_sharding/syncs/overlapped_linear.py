@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from slapo_tracing.nodes import is_taken_apart
 
 from ..communication import collectives
-from ..rules.layers import is_conv1d, is_linear
-from ..rules.linear_subclasses import only_input
+from ..rules.layers import is_conv1d, is_linear, only_input
 from . import overlapped_reduction
 
 

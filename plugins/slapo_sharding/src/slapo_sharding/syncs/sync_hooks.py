@@ -19,10 +19,10 @@ from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
 from ..communication._torch_private import with_values
+from ..rules.layers import with_global_ids
 from ..rules.sharding_rule import applied_cut
 from . import overlapped_reduction
-from .shared_gradient_reduction import SharedGradientReduction
-from .vocabulary_ids import with_global_ids
+from .overlapped_reduction import SharedGradientReduction
 
 REDUCING = ("all_reduce", "reduce_scatter")
 """Operations that reduce a partial output."""

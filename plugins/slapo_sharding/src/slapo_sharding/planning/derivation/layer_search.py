@@ -28,8 +28,7 @@ from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from ..local_sizes.adapted_modules import is_inside
-from .direct_parameters import cut_parameters, direct_parameters, fused_splits
-from .mixed_parameters import mixed_parameters
+from .direct_parameters import cut_parameters, direct_parameters, fused_splits, mixed_parameters
 from .residual_streams import residual_streams
 
 Adapts = Literal["", "parameters", "all"]

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from slapo_tracing.nodes import function_name
 
-from .divided_sizes import record_divided_arguments
 from .fused_sizes import ADDS, SPLITS, VIEWS, adds_same_shapes, index_bounds, index_items, keeps_shape, permutes_dims
 from .node_values import as_meta, holds_tensors
-from .size_arguments import is_size, leaves, local_size
+from .size_arguments import is_size, leaves, local_size, record_divided_arguments
 
 if TYPE_CHECKING:
     from .layouts import Layouts

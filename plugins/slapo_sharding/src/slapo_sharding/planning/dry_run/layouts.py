@@ -25,7 +25,6 @@ from ...communication._torch_private import no_redistribution
 from ...rules.convolutions import channel_dim
 from ...rules.norms import counts_channels_only, has_batch
 from ...syncs.sharded_norms import norm_of
-from .divided_sizes import record_divided_arguments, record_sizes_to_divide
 from .function_probe import check_on_random_shards, is_autograd_function, probe_operator
 from .fused_outputs import FusedOutput, propagate_fused
 from .layout_adaptation import in_full_precision, may_reduce, run_on_cut_values
@@ -41,7 +40,7 @@ from .node_values import (
     run_by_heads,
 )
 from .parallel_branches import Branches
-from .size_arguments import leaves
+from .size_arguments import leaves, record_divided_arguments, record_sizes_to_divide
 from .split_specs import LayerSplit, ParameterSplit
 
 _CALLED_BOTH_WAYS = "the layer is called with a sharded input and with a whole one"

@@ -29,9 +29,8 @@ from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
-from .graph_division import divide_graph
+from .graph_division import divide_graph, without_prototypes
 from .size_origins import strip_origins
-from .tensor_prototypes import without_prototypes
 
 _MAX_CALLS, _MAX_GRAPHS = 256, 8
 _KEPT_ATTRIBUTES = {*vars(nn.Module()), *WRAPPER_ATTRIBUTES} - {"training"}

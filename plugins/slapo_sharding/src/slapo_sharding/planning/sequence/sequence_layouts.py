@@ -6,6 +6,7 @@ whose backward is a reduce-scatter. All values computed from it, and all whole v
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,7 +22,21 @@ from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
 from .module_boundaries import Boundary, boundary
 from .sequence_plan import BoundaryCollective, SequencePlan
-from .token_order import depends_on_token_order
+
+_ELEMENTWISE = frozenset(
+    "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "
+    "clamp identity contiguous to float half bfloat16 type_as".split()
+)
+
+
+def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
+    """Return whether a node may depend on the order of its ``reordered`` tokens. Linear layers are not asked about."""
+    name = function_name(node)
+    if module is not None:
+        name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""
+    others = [other.meta.get("val") for other in node.all_input_nodes if other not in reordered]
+    return name not in _ELEMENTWISE or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)
+
 
 _SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
