@@ -31,8 +31,7 @@ from ..rules.sharding_rule import split_of
 from ..splitting.attention_heads import counts_verified
 from ..syncs.sync_hooks import REDUCING, syncs_of
 from .module_rerun import Rerun, rerun_obstacle
-from .value_tracking.op_rules import SAME
-from .value_tracking.tracked_value import TrackedValue, tensors_in
+from .value_tracking.tracked_value import SAME, TrackedValue, tensors_in
 
 _NEAR = 1e-3
 
