@@ -55,7 +55,7 @@ def _shares_of_ones(call: OpCall) -> list[list[float]]:
     """
     ranks = range(call.of.ranks)
     cases = [[0.5 for _ in ranks], [float(rank == 0) for rank in ranks], [float(rank == ranks[-1]) for rank in ranks]]
-    return cases[:1] if all(is_continuous(leaf) for leaf in call.leaves if isinstance(leaf, Layout)) else cases
+    return cases[:1] if all(is_continuous(leaf.dtype) for leaf in call.leaves if isinstance(leaf, Layout)) else cases
 
 
 def _arguments(
@@ -68,7 +68,7 @@ def _arguments(
     """Return random arguments for the global values, then those of each rank."""
     whole, parts = list(attempt), [list(call.leaves) for _ in ones]
     layouts = [leaf for leaf in call.leaves if isinstance(leaf, Layout)]
-    is_safe = all(is_continuous(leaf) or leaf.dtype is torch.bool for leaf in layouts)
+    is_safe = all(is_continuous(leaf.dtype) or leaf.dtype is torch.bool for leaf in layouts)
     for place, leaf in enumerate(call.leaves):
         if place in numbers:
             given = numbers[place].detach()
@@ -76,7 +76,7 @@ def _arguments(
                 leaves[place] = given.to(given.device if is_safe else "cpu", copy=True)
         elif isinstance(leaf, Layout):
             device = leaf.device if is_safe else torch.device("cpu")  # an index out of range would break the CUDA context
-            drawn = [random_tensor(leaf, generator, share).to(device) for share in ones]
+            drawn = [random_tensor(leaf.shape, leaf.dtype, generator, share).to(device) for share in ones]
             for part, own in zip(parts, drawn, strict=True):
                 part[place] = own.clone()
             blocks = zip(*(torch.split(own, [*leaf.blocks] or own.shape[leaf.dim], leaf.dim) for own in drawn), strict=True)
@@ -141,7 +141,7 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence
     layouts = [leaf for leaf in call.leaves if isinstance(leaf, Layout) and leaf.placement is not None]
     if "c10d" in str(call.func):  # the model's own collective may be the reduction
         return ()
-    if not all(layout.placement.is_partial() and is_continuous(layout) for layout in layouts):  # type: ignore[union-attr]
+    if not all(layout.placement.is_partial() and is_continuous(layout.dtype) for layout in layouts):  # type: ignore[union-attr]
         return ()
     generator, cases = torch.Generator().manual_seed(0), []
     for _ in range(_DRAWS):
@@ -153,7 +153,7 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence
     for draws in zip(*cases, strict=True):
         if all(_is_near(whole, part) for whole, parts in draws for part in parts):
             found.append(SAME)
-        elif all(is_continuous(whole) and _is_near(whole, sum(parts)) for whole, parts in draws):
+        elif all(is_continuous(whole.dtype) and _is_near(whole, sum(parts)) for whole, parts in draws):
             found.append(partial_value(draws[0][0], call.of.ranks))
         else:
             why = f"what {call.name} makes of the parts of a sum does not add up to what it makes of the sum"
@@ -167,10 +167,14 @@ def _summands(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: torc
     for place, leaf in enumerate(call.leaves):
         if place in numbers:
             own = _in_float32(numbers[place].detach())
-            drawn = _in_float32(random_tensor(leaf, generator)).to(own.device) if numbers[place].requires_grad else own
+            drawn = (
+                _in_float32(random_tensor(leaf.shape, leaf.dtype, generator)).to(own.device)
+                if numbers[place].requires_grad
+                else own
+            )
             given = [drawn.clone() for _ in everyone]
         elif isinstance(leaf, Layout):
-            parts = [_in_float32(random_tensor(leaf, generator)).to(leaf.device) for _ in everyone[1:]]
+            parts = [_in_float32(random_tensor(leaf.shape, leaf.dtype, generator)).to(leaf.device) for _ in everyone[1:]]
             given = [torch.stack(parts).sum(0), *parts]
         else:
             continue
@@ -203,7 +207,7 @@ def _in_float32(x: torch.Tensor) -> torch.Tensor:
 
 def _is_near(whole: torch.Tensor, other: Any) -> bool:
     """Return whether two results are equal up to rounding of the largest values that were added."""
-    if whole.shape != other.shape or not is_continuous(whole):
+    if whole.shape != other.shape or not is_continuous(whole.dtype):
         return whole.shape == other.shape and torch.equal(whole, other)
     scale = max(1.0, float(whole.abs().nan_to_num(0, 0, 0).max())) if whole.numel() else 1.0
     near = scale * max(1e-4, 8 * torch.finfo(whole.dtype).eps)
