@@ -164,17 +164,14 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence
 def _summands(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
     """Return random arguments of the sum, then of each rank; weights are random too, because they may still be zero."""
     everyone = [list(call.leaves) for _ in range(1 + call.of.ranks)]
+    draw = lambda leaf: _in_float32(random_tensor(leaf.shape, leaf.dtype, generator))  # noqa: E731
     for place, leaf in enumerate(call.leaves):
         if place in numbers:
             own = _in_float32(numbers[place].detach())
-            drawn = (
-                _in_float32(random_tensor(leaf.shape, leaf.dtype, generator)).to(own.device)
-                if numbers[place].requires_grad
-                else own
-            )
+            drawn = draw(leaf).to(own.device) if numbers[place].requires_grad else own
             given = [drawn.clone() for _ in everyone]
         elif isinstance(leaf, Layout):
-            parts = [_in_float32(random_tensor(leaf.shape, leaf.dtype, generator)).to(leaf.device) for _ in everyone[1:]]
+            parts = [draw(leaf).to(leaf.device) for _ in everyone[1:]]
             given = [torch.stack(parts).sum(0), *parts]
         else:
             continue

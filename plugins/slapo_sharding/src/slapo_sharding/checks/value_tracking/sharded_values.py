@@ -286,7 +286,7 @@ class ShardedValues:
         return self.error("values", value.owner, why, remedy)
 
     def _flatten_arguments(self, name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Any, dict[int, torch.Tensor]]:
-        """Return leaves and spec of an ``OpCall``, and index to tensor of the untracked ones, before the function changes one."""
+        """Return leaves and spec of an ``OpCall``, and the untracked tensors by index; the function has changed none yet."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         numbers = {}
