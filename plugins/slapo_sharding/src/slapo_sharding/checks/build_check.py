@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core import BuildError, Schedule, Step, is_sharded, parameter_facts, shard_spec
 
-from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, split_of
+from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
 from ..splitting.shard_step import user_code
@@ -153,7 +153,7 @@ def _check_heads(name: str, owner: nn.Module) -> None:
         if attention_heads.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
             # the module with most parameters of its own is the projection inside an adapter
             inner = max(child.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
-            local[_makes_local_heads(child) or _makes_local_heads(inner)].append(projection)
+            local[returns_shard(child) or returns_shard(inner)].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
@@ -164,11 +164,6 @@ def _check_heads(name: str, owner: nn.Module) -> None:
 def is_synced(module: nn.Module) -> bool:
     """Return whether a module has a sync other than a function."""
     return any(sync.op != "function" for sync in syncs_of(module))
-
-
-def _makes_local_heads(module: nn.Module) -> bool:
-    applied = applied_cut(module)
-    return _is_sharded(module) and applied is not None and applied.returns_shard
 
 
 def _is_sharded(module: nn.Module) -> bool:

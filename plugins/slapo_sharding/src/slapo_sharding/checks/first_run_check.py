@@ -28,7 +28,7 @@ from slapo_core import BuildError, is_sharded, parameter_facts
 from slapo_tracing.nodes import SHAPES, is_metadata, is_taken_apart, name_of
 
 from ..communication._torch_autograd import no_functions, watched_functions
-from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, split_of
+from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import weight_digests
 from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
 from ..syncs.sync_order import off_switch
@@ -127,7 +127,9 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         weight_digests.check_same_weights(module)
     comparison = ModuleComparison([root for build in builds if (root := build.root()) is not None], _rerun_modules, _plain_call)
     reads = _FirstRunMode(module, is_whole, comparison, disabled)
-    with _eager(), run_as_non_reentrant(), reads, watched_functions(reads.check_autograd_function):
+    # importing the compiler if nobody has would cost a second
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, run_as_non_reentrant(), reads, watched_functions(reads.check_autograd_function):
         token = _running_mode.set(reads)
         try:
             result = reads.run_inner_module(module, args, kwargs)
@@ -162,11 +164,6 @@ def _end_first_runs() -> None:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
-def _eager() -> Any:
-    """Run compiled code eagerly in the block; importing the compiler if nobody has would cost a second."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 class _FirstRunMode(TorchFunctionMode):
     """Mode of a checked run: it knows the running modules, and refuses wrong uses of sharded tensors and values."""
 
@@ -195,7 +192,7 @@ class _FirstRunMode(TorchFunctionMode):
                 call = None if "comparison" in self.disabled else self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
-                if (applied := split_of(module)) is not None and applied.returns_shard:
+                if returns_shard(module):
                     self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)

@@ -27,7 +27,7 @@ from slapo_tracing.recording import PythonRandomState
 from ..communication import collectives
 from ..communication._torch_private import no_modes
 from ..communication.collectives import Group
-from ..rules.sharding_rule import split_of
+from ..rules.sharding_rule import returns_shard, split_of
 from ..splitting.attention_heads import counts_verified
 from ..syncs.sync_hooks import REDUCING, syncs_of
 from .module_rerun import Rerun, rerun_obstacle
@@ -196,8 +196,7 @@ class ModuleComparison:
 
 
 def _returns_parts(module: nn.Module) -> bool:
-    applied = split_of(module)
-    if applied is not None and applied.returns_shard:
+    if returns_shard(module):
         return not any(sync.op in _GATHERING for sync in syncs_of(module, "fwd_post"))
     return any(sync.op in _CUTTING for sync in syncs_of(module) if sync.mode in ("fwd_pre", "fwd_post"))
 

@@ -161,7 +161,7 @@ def apply_plan(
         split_stack(schedule[path])
     _set_local_channels(schedule, layouts)
     axes = layouts.scatter_axes
-    columns = [path for path, split in derived.splits.items() if _try_split(schedule, path, split, axes.get(path))]
+    columns = [path for path, split in derived.splits.items() if _split_layer(schedule, path, split, axes.get(path))]
     columns = [path for path in columns if not layouts.input_gradient_reduced.get(path)]
     for paths in group_by_input(layouts.graph, columns):
         reduce_shared_gradients(schedule, paths)
@@ -227,24 +227,21 @@ def _boundary_modules(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
 
 
-def _try_split(schedule: Schedule, path: str, split: LayerSplit, scattered: int | None) -> bool:
-    try:
-        return _split_layer(schedule[path], split, scattered)
-    except ScheduleError as err:
-        raise PlanConflict(schedule, str(err), [path]) from err
-
-
-def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -> bool:
-    """Split a layer; return whether the gradient of its input is partial then."""
-    cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
+def _split_layer(schedule: Schedule, path: str, split: LayerSplit, scattered: int | None) -> bool:
+    """Split a layer; return whether the gradient of its input is partial then. Raises ``PlanConflict`` for an illegal step."""
+    handle = schedule[path]
+    cut = rules_of(schedule).layer_cut(handle.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    name = cut.main_parameter(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
-    if scattered is not None:
-        schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
-    elif split.output == "reduced":
-        schedule.sync("fwd_post", "all_reduce")
+    name = cut.main_parameter(handle.mod)
+    try:
+        handle.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": [*split.replicated]} if split.replicated else {}))
+        if scattered is not None:
+            handle.sync("fwd_post", "reduce_scatter", axis=scattered)
+        elif split.output == "reduced":
+            handle.sync("fwd_post", "all_reduce")
+    except ScheduleError as err:
+        raise PlanConflict(schedule, str(err), [path]) from err
     return cut.input == "replicated"
 
 
@@ -256,7 +253,7 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
             same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
-            if same_width and _try_split(schedule, other, split, None):
+            if same_width and _split_layer(schedule, other, split, None):
                 reduce_shared_gradients(schedule, [other])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharding_rule import Cut, ShardingRule, applied_cut, forward_with, with_attributes
+from .sharding_rule import AttributeOverride, Cut, ShardingRule, applied_cut, forward_with
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _WIDTHS = ("intermediate_dim", "intermediate_size")
@@ -56,7 +56,7 @@ def _refuse(module: Any, cut: Cut) -> str | None:
 def _is_local(module: Any, cut: Cut, width: int) -> bool:
     """Return whether the code between the projections computes the same on shards, by a numeric probe."""
     ranks = next((ranks for ranks in range(2, width + 1) if width % ranks == 0), 1)
-    local = with_attributes(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
+    local = AttributeOverride(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
     between = type(module)._apply_gate if module.has_gate else (lambda of, x: of.act_fn(x))
     size = width * (2 if module.has_gate else 1)
     x = torch.sin(torch.arange(3.0 * size)).view(3, -1, size) * 4

@@ -1,4 +1,9 @@
-"""Rules for Linear, Embedding and Transformers' Conv1D."""
+"""Rules for Linear, Embedding and Transformers' Conv1D.
+
+Subclasses of Linear whose own forward computes the same, such as Falcon's, are found by a numeric probe. It runs the forward on
+random numbers, with no attributes but weight, bias and mode. The forward may only transpose, multiply and add. Its result is
+then a polynomial of these numbers, and two polynomials that agree at a random point are equal.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +20,6 @@ from slapo_core import ScheduleError
 from slapo_tracing.nodes import as_layer
 
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as, split_of
-
-
-def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the result of a function before the module, with local ids replaced by global ones.
-
-    The classic function masks the ids of other ranks and counts its own from 0. The sharded embedding takes global ids, and
-    returns zeros for the ids of other ranks.
-    """
-    applied = split_of(module)
-    if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):
-        return found
-    before, after = given[0], found[0]
-    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)) or before.shape != after.shape:
-        return found
-    ((start, stop),) = applied.spec.ranges()
-    owned = (before >= start) & (before < stop)
-    is_local = start > 0 and bool(owned.any()) and torch.equal(after[owned], before[owned] - start)
-    return (after + start, *found[1:]) if is_local else found
-
 
 _POLYNOMIAL = {
     *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),
@@ -123,11 +109,6 @@ def has_activation(module: nn.Module) -> bool:
     return is_linear_of_op(module) and hasattr(module, "activation")
 
 
-def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an Embedding, or a subclass with the same forward."""
-    return computes_as(module, nn.Embedding)
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is Transformers' Conv1D, a linear layer with ``weight[in, out]``; compared by name."""
     cls = type(as_layer(module))
@@ -162,6 +143,24 @@ def vocabulary_lookup(module: Any, input: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
+def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the result of a function before the module, with local ids replaced by global ones.
+
+    The classic function masks the ids of other ranks and counts its own from 0. The sharded embedding takes global ids, and
+    returns zeros for the ids of other ranks.
+    """
+    applied = split_of(module)
+    if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):
+        return found
+    before, after = given[0], found[0]
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)) or before.shape != after.shape:
+        return found
+    ((start, stop),) = applied.spec.ranges()
+    owned = (before >= start) & (before < stop)
+    is_local = start > 0 and bool(owned.any()) and torch.equal(after[owned], before[owned] - start)
+    return (after + start, *found[1:]) if is_local else found
+
+
 def _refuse_embedding(module: nn.Module, cut: Cut) -> str | None:
     if module.sparse:
         return "sparse gradients cannot be sharded; use sparse=False"
@@ -184,7 +183,7 @@ LINEAR_WITH_ACT = ShardingRule("LinearWithAct", has_activation, LINEAR.cuts[:1])
 LINEAR_OF_OP = ShardingRule("LinearWithSeparateBias", is_linear_of_op, LINEAR.cuts)
 EMBEDDING = ShardingRule(
     "Embedding",
-    is_embedding,
+    lambda module: computes_as(module, nn.Embedding),
     (
         Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False, uneven=True),
         Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",), uneven=True),

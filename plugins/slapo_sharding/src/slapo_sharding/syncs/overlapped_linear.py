@@ -1,8 +1,4 @@
-"""Column-parallel layer in two autograd nodes: the gradient of its weight is computed while that of its input is reduced.
-
-The layer's own node passes the gradient of its output to a second node that stands for the weight. See
-``overlapped_reduction`` for their order.
-"""
+"""Column-parallel layer in two autograd nodes: the gradient of its weight is computed while that of its input is reduced."""
 
 from __future__ import annotations
 

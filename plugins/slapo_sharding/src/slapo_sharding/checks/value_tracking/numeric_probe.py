@@ -164,7 +164,10 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence
 def _summands(call: OpCall, numbers: Mapping[int, torch.Tensor], generator: torch.Generator) -> list[list[Any]]:
     """Return random arguments of the sum, then of each rank; weights are random too, because they may still be zero."""
     everyone = [list(call.leaves) for _ in range(1 + call.of.ranks)]
-    draw = lambda leaf: _in_float32(random_tensor(leaf.shape, leaf.dtype, generator))  # noqa: E731
+
+    def draw(leaf: Any) -> torch.Tensor:
+        return _in_float32(random_tensor(leaf.shape, leaf.dtype, generator))
+
     for place, leaf in enumerate(call.leaves):
         if place in numbers:
             own = _in_float32(numbers[place].detach())

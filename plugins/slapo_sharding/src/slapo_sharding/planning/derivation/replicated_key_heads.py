@@ -63,7 +63,7 @@ def find_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> 
     for path, nodes in calls_by_path(traced.graph).items():
         owner, _, child = path.rpartition(".")
         if owner and attention_heads.makes_heads(root.get_submodule(owner), child):
-            blocks = fused_sizes(nodes) if attention_heads.may_be_fused(child) else ()
+            blocks = fused_sizes(nodes) if child in attention_heads.FUSED else ()
             groups.setdefault(owner, {})[path] = blocks or (int(nodes[0].meta["val"].shape[-1]),)
     found = (_replicated_key_heads(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
     return [each for each in found if each is not None]

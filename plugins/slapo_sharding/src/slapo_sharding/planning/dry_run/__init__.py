@@ -1,7 +1,8 @@
 """A dry run of a traced graph with DTensors as types, without data and without communication.
 
 What enters is a traced graph and a split for some of its layers. What leaves is ``Layouts``: for each node whether
-its value is replicated, sharded or partial, or a ``LayoutError`` at the first operation that would have to move data.
+its value is replicated, sharded or partial (``layout_records``), or a ``LayoutError`` at the first operation that would
+have to move data.
 The room imports ``splitting`` for module paths, ``syncs`` for norms over a sharded dimension, ``rules``,
 ``communication`` and ``slapo_core``; the first-run checks use it as well.
 

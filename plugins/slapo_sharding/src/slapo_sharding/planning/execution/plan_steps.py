@@ -1,4 +1,4 @@
-"""Shared reduction of the input gradient of column-parallel layers."""
+"""Steps of a plan: stacked experts, parameters that forwards use directly, and shared reductions of input gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def fork_stack(schedule: Schedule) -> None:
 
 
 def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str]:
-    """Yield the entries of an ``nn.ModuleDict`` beside the module at ``path``, of its class, that did not run as it did."""
+    """Yield the entries of an ``nn.ModuleDict`` beside the module at ``path``, of its class, that did not run as it did.
+
+    A model selects an entry by name, such as the adapter of a projection.
+    """
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
     if path and isinstance(table, nn.ModuleDict):
@@ -48,9 +51,10 @@ def unused_entries(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str
 
 
 def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -> None:
-    """Shard or distribute parameters of a module that runs from a graph, whose graph reduces the results.
+    """Shard or distribute parameters that the forward of a module uses directly, as in ``x @ self.w``.
 
-    The module is recorded as split with whole inputs and outputs. Checks of its inside were made by the dry run.
+    The module runs from a graph that reduces the results. It is recorded as split with whole inputs and outputs. Checks of its
+    inside were made by the dry run.
     """
     size, rank = schedule.world_size, schedule.rank
     spec = ShardSpec(0, (size,), rank, size, (size,), schedule.group)

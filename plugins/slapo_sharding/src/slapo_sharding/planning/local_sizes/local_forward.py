@@ -24,7 +24,7 @@ from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 from ...communication._torch_private import fake_mesh
 from ...communication.collectives import Group
 from ...rules.parametrizations import no_parametrization_in_forward
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves

@@ -17,26 +17,11 @@ from torch.utils import _pytree as pytree
 from slapo_tracing.nodes import function_name
 
 from ...syncs.sync_hooks import map_first_input
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
 from .module_boundaries import Boundary, boundary
 from .sequence_plan import BoundaryCollective, SequencePlan
-
-_ELEMENTWISE = frozenset(
-    "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "
-    "clamp identity contiguous to float half bfloat16 type_as".split()
-)
-
-
-def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
-    """Return whether a node may depend on the order of its ``reordered`` tokens. Linear layers are not asked about."""
-    name = function_name(node)
-    if module is not None:
-        name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""
-    others = [other.meta.get("val") for other in node.all_input_nodes if other not in reordered]
-    return name not in _ELEMENTWISE or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)
-
 
 _SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
@@ -277,3 +262,23 @@ class SequenceLayouts(Layouts):
         if n.op == "call_module":
             self._record_partial(n, None, self.parameter_names(str(n.target)))
         self.partial_gradients[n] = parts
+
+
+_ELEMENTWISE = frozenset(
+    "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "
+    "clamp identity contiguous to float half bfloat16 type_as".split()
+)
+
+
+def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
+    """Return whether the result for a token may depend on the order of the ``reordered`` tokens in ``[tokens, width]``.
+
+    A local shard of ``[batch, sequence, width]`` that is flattened and then gathered has its tokens in another order than in
+    the unmodified model. Elementwise operations are unaffected, and so are linear layers, which are not asked about. A
+    reduce-scatter restores the order.
+    """
+    name = function_name(node)
+    if module is not None:
+        name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""
+    others = [other.meta.get("val") for other in node.all_input_nodes if other not in reordered]
+    return name not in _ELEMENTWISE or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)

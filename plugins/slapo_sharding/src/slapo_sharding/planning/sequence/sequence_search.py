@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ...splitting.module_paths import without_block_numbers
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from .module_boundaries import Boundary, boundary
 from .sequence_layouts import BoundaryError, LengthError, MixedUseError, PartialGradientError, SequenceLayouts
