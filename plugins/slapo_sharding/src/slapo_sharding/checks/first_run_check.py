@@ -52,11 +52,6 @@ class _PendingRuns:
     """Sharded modules of one build, and the modes (gradients, training) in which the model has yet to run.
 
     A part of the model that is called alone is checked, and the whole model is checked again.
-
-    Args:
-        root: The model.
-        owners: Its sharded modules.
-        disabled: Names of checks that are off.
     """
 
     def __init__(self, root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str]) -> None:

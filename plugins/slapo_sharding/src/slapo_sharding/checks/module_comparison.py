@@ -265,19 +265,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Record(NamedTuple):
-    """Tensor that a function returned.
-
-    Args:
-        name: Name of the function.
-        line: Line of the code that called it.
-        shape: Shape of the tensor.
-        power: Sum of the squares of its elements.
-    """
+    """Tensor that the function ``name``, called at ``line``, returned."""
 
     name: str
     line: str
     shape: tuple[int, ...]
     power: float
+    """Sum of the squares of its elements."""
 
 
 class CallRecords(list[Record]):

@@ -40,17 +40,13 @@ class Rulebook:
         """Return the first matching rule with its owner; without one, or without a right cut, a numeric probe decides."""
         if any(map(is_wrapper_subclass, module._parameters.values())):
             return None  # a tensor subclass defines itself how it is split
-        found = next(self._matching_rules(module), None)
+        layer = as_layer(module)
+        known = ((rule, owner) for rule, owner in self.rules if _call_rule(rule, owner, rule.matches, layer))
+        found = next(((restricted_rule(rule, layer, self.ranks), owner) for rule, owner in known), None)
         if found is None or not found[0].cuts:
             probed = projection_rule(module, self.ranks)
             found = found if probed is None else (probed, "slapo_sharding")
         return found
-
-    def _matching_rules(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
-        layer = as_layer(module)
-        for rule, owner in self.rules:
-            if _call_rule(rule, owner, rule.matches, layer):
-                yield restricted_rule(rule, layer, self.ranks), owner
 
     def cuts_between(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """Yield the cuts of a module with these layouts of input and output."""

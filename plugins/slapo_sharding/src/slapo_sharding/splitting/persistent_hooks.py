@@ -73,11 +73,7 @@ def keep_sum(schedule: Schedule, module: nn.Module, name: str) -> None:
 
 
 class _FactsAfterLoad:
-    """Hook that runs after a module has loaded a state, and moves the facts of shards to new tensors.
-
-    Args:
-        known: Facts of the module's shards, by name.
-    """
+    """Hook that runs after a module has loaded a state, and moves the facts of shards, by name, to new tensors."""
 
     def __init__(self, known: dict[str, ParameterFacts]) -> None:
         self.known = known
@@ -105,9 +101,6 @@ class PieceReductionHook:
     """Hook of a parameter that sums each micro-batch's gradient over all copies of a piece, on this rank as well.
 
     Only the range from the first to the last replicated piece is sent: the keys and values of a fused projection.
-
-    Args:
-        spec: How the parameter is sharded.
     """
 
     of_schedule = True  # tells engines that it is no hook of the user's

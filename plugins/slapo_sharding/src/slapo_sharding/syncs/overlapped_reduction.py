@@ -9,7 +9,7 @@ rank's shard, and the shard is gathered again while the first layer computes its
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,14 +18,22 @@ from ..communication import collectives
 from ..communication._torch_autograd import saved_tensor_hook, swap_sequence_numbers
 
 
-class InputSource(Protocol):
-    """Provider of a layer's input for its weight's gradient, from the tensor that the forward saved."""
+class InputSource:
+    """Source of a layer's input for its weight's gradient, from the tensor that the forward saved: here the input itself.
+
+    Args:
+        group: Ranks that each use the input for their own shards.
+    """
+
+    def __init__(self, group: collectives.Group) -> None:
+        self.group = group
 
     def start_gather(self, saved: torch.Tensor) -> None:
         """Announce that one more layer will ask for the input in this backward."""
 
     def input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the input; differentiable if the backward is recorded."""
+        """Return the input; in a recorded backward it is differentiable, and its gradient, which is partial, is reduced."""
+        return collectives.all_reduce_grad(saved, self.group) if torch.is_grad_enabled() else saved
 
     def add_dtype(self, dtype: torch.dtype) -> None:
         """Record the dtype in which a layer of the forward computes."""
@@ -79,7 +87,7 @@ def with_reduced_gradient(x: torch.Tensor, group: collectives.Group) -> torch.Te
         return collectives.all_reduce_grad(x, group)
     value = collectives.all_reduce_grad(x, group, split_backward=True)
     if value is not x:
-        _reductions[value] = OverlappedReduction(value, x, _SavedInput(group), _ANY_SAVED_TENSOR_HOOK)
+        _reductions[value] = OverlappedReduction(value, x, InputSource(group), _ANY_SAVED_TENSOR_HOOK)
     return value
 
 
@@ -93,24 +101,7 @@ def gather_with_overlap(x: torch.Tensor, dim: int, group: collectives.Group, siz
     return value
 
 
-class _SavedInput:
-    """Source of an input that was saved whole."""
-
-    def __init__(self, group: collectives.Group) -> None:
-        self.group = group
-
-    def start_gather(self, saved: torch.Tensor) -> None:
-        """Do nothing: the input is there."""
-
-    def input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the input; in a recorded backward its gradient is partial, and reduced."""
-        return collectives.all_reduce_grad(saved, self.group) if torch.is_grad_enabled() else saved
-
-    def add_dtype(self, dtype: torch.dtype) -> None:
-        """Do nothing: the input keeps its dtype."""
-
-
-class _RegatheredInput:
+class _RegatheredInput(InputSource):
     """Source that gathers a saved shard again in the backward, once for all layers that use it.
 
     Args:
@@ -120,7 +111,8 @@ class _RegatheredInput:
     """
 
     def __init__(self, dim: int, group: collectives.Group, size: int) -> None:
-        self.dim, self.group, self.size = dim, group, size
+        super().__init__(group)
+        self.dim, self.size = dim, size
         self.dtypes: set[torch.dtype] = set()
         self.num_waiting = 0  # layers that have yet to ask
         self.started: torch.Tensor | None = None

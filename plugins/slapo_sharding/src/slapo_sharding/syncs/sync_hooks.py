@@ -78,7 +78,9 @@ class Sync(Hidden):
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
         """Run the operation on one tensor; ``uneven`` is the full size if ranks have shards of different sizes."""
         if self.mode == "bwd_post":
-            return self._reduce_grad(x)
+            if not x.requires_grad or not torch.is_grad_enabled():
+                return x
+            return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.with_shared_reduction(x)
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
@@ -107,11 +109,6 @@ class Sync(Hidden):
             message = f": {what} in {list(x.shape)} cannot be split over {ranks} ranks; {remedy}"
         if message is not None:
             raise ScheduleError(f"{self.mode} {self.op}{message}", path=self.path, primitive="sync")
-
-    def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad or not torch.is_grad_enabled():
-            return x
-        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.with_shared_reduction(x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
@@ -280,17 +277,7 @@ def map_output(fn: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the first floating-point input, which syncs and cuts apply to, or None."""
-    found: list[torch.Tensor] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
-        return x
-
-    try:
-        map_first_input(note, args, kwargs)
-    except ScheduleError:
-        return None
-    return found[0]
+    return next(filter(_is_floating, (*args, *kwargs.values())), None)
 
 
 def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:

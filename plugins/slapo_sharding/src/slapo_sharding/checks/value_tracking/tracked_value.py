@@ -28,10 +28,7 @@ class Layout:
     """Hashable metadata and placement of a tensor.
 
     Args:
-        shape: Local shape.
-        stride: Local stride.
-        dtype: The dtype.
-        device: The device.
+        shape: Local shape; ``stride`` likewise.
         placement: None for a tensor that is not tracked.
         ranks: Number of ranks of the placement.
         whole: Global shape and stride.
@@ -63,13 +60,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TrackedValue:
-    """Sharded or partial value.
-
-    Args:
-        layout: Its layout.
-        owner: The layer or synced module that made it.
-        group: The ranks of the layout.
-    """
+    """Layout of a sharded or partial value over ``group``, and the layer or synced module that made the value."""
 
     layout: Layout
     owner: nn.Module

@@ -39,23 +39,19 @@ def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphMod
     ``replicated`` modules become calls; those with parametrization hooks are added to them. Raises ``ScheduleError`` if hooks
     hide layers or a name is reserved, and ``TraceError`` if the forward cannot be traced.
     """
-    with recorded_captures(schedule.root_module):
-        return _trace_checked(schedule, replicated)
-
-
-def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *replicated.opaque]
     _check_names(schedule)
-    for path, module in schedule.mod.named_modules():
-        if path and parametrization_hooks(module):
-            if path not in layers:
-                layers.append(path)
-                replicated.opaque[path] = f"its {parametrization_of(module)}"
-        elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
-            what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
-            raise plan_error(schedule, f"{what}; call tensor_parallel first")
-    with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
-        traced = flat_graph(schedule, layers)
+    with recorded_captures(schedule.root_module):
+        for path, module in schedule.mod.named_modules():
+            if path and parametrization_hooks(module):
+                if path not in layers:
+                    layers.append(path)
+                    replicated.opaque[path] = f"its {parametrization_of(module)}"
+            elif is_opaque(module) and any(is_inside(layer, path) for layer in layers):
+                what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
+                raise plan_error(schedule, f"{what}; call tensor_parallel first")
+        with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
+            traced = flat_graph(schedule, layers)
     strip_origins(traced.graph)
     paths = [path for path, module in schedule.mod.named_modules() if module in parametrized]
     paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
@@ -133,7 +129,9 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
             sys.modules[_LIBRARY].maybe_install_capturing_hooks(each)
         for module in held:  # Transformers installs them again, beside those of the first call
             _remove_hooks(module, before[module])
-        hooks += {hook for module in before for hook in module._forward_hooks.values() if _is_new(hook)}
+        found = {hook for module in before for hook in module._forward_hooks.values()}
+        # those with the attribute are recorded by an enclosing block
+        hooks += [hook for hook in found if getattr(hook, "__module__", "") == _LIBRARY and not hasattr(hook, "traced")]
         for hook in hooks:
             hook.traced = True
         yield
@@ -150,11 +148,6 @@ def _remove_hooks(module: nn.Module, kept: Collection[int]) -> None:
     """Remove the hooks of a module whose keys are not in ``kept``."""
     for key in module._forward_hooks.keys() - kept:
         del module._forward_hooks[key]
-
-
-def _is_new(hook: Any) -> bool:
-    """Return whether a hook is a capturing hook that no enclosing ``recorded_captures`` records."""
-    return getattr(hook, "__module__", "") == _LIBRARY and not hasattr(hook, "traced")
 
 
 def _outermost_pretrained(model: nn.Module) -> list[nn.Module]:

@@ -37,8 +37,7 @@ class ReplicatedKeyHeads:
     """Attention module with key heads that several ranks hold.
 
     Args:
-        owner: Attention module.
-        heads: Its numbers of heads.
+        owner: Attention module with ``heads``.
         wide: Numbers of heads if each copy counts.
         blocks: Path of each projection into heads, to the widths of its blocks.
     """
@@ -47,10 +46,6 @@ class ReplicatedKeyHeads:
     heads: attention_heads.Heads
     wide: attention_heads.Heads
     blocks: Mapping[str, tuple[int, ...]]
-
-    def wide_blocks(self, path: str) -> tuple[int, ...]:
-        """Return the widths of the blocks of a projection if each copy counts."""
-        return attention_heads.blocks_with_key_heads(path.rpartition(".")[2], self.blocks[path], self.wide)
 
     def split_by(self, splits: Mapping[str, LayerSplit]) -> bool:
         """Return whether a plan splits all of the projections by heads."""
@@ -87,7 +82,8 @@ def with_replicated_heads(root: nn.Module, copies: Iterable[ReplicatedKeyHeads],
                 module = root.get_submodule(path)
                 cut = rules.layer_cut(module, "sharded")
                 assert cut is not None
-                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
+                wide = attention_heads.blocks_with_key_heads(path.rpartition(".")[2], each.blocks[path], each.wide)
+                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(wide)))
         yield
 
 

@@ -45,13 +45,7 @@ def plan_error(schedule: Schedule, message: str) -> ScheduleError:
 
 
 class PlanConflict(ScheduleError):
-    """Error of a plan that is not feasible with some layers split.
-
-    Args:
-        schedule: Schedule of the module to split.
-        message: One lower-case sentence.
-        layers: Paths of the layers at fault.
-    """
+    """Error of a plan that is not feasible while the layers at the paths ``layers`` are split."""
 
     def __init__(self, schedule: Schedule, message: str, layers: Collection[str]) -> None:
         super().__init__(message, path=schedule.path, primitive="tensor_parallel")

@@ -36,7 +36,10 @@ def run_on_cut_values(layouts: LayoutRecords, n: fx.Node, args: Any, kwargs: Any
     """Run a node on whole tensors cut along dimensions of the sharded sizes; raise ``ValueError`` if no choice fits."""
     given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
     is_fused = bool(layouts.blocks_of(n))
-    allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) and not is_fused else parameters_of
+    meets_activations = any(
+        other in layouts.sources.keys() - layouts.replicated_parts - layouts.weights for other in n.all_input_nodes
+    )
+    allowed = partial(may_cut, layouts) if meets_activations and not is_fused else parameters_of
     is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
     shards = [each for each in given if isinstance(each, DTensor)]
     sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard | StridedShard)}
@@ -126,11 +129,6 @@ def needs_statistics(layouts: LayoutRecords, n: fx.Node) -> bool:
     return function_name(n) in _SUMS or _has_statistics(layouts, n)
 
 
-def _meets_activations(layouts: LayoutRecords, n: fx.Node) -> bool:
-    """Return whether a node has sharded inputs that are not computed from parameters alone."""
-    return any(other in layouts.sources.keys() - layouts.replicated_parts - layouts.weights for other in n.all_input_nodes)
-
-
 def may_cut(layouts: LayoutRecords, node: fx.Node, of_layers: bool = True) -> bool:
     """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
 
@@ -156,17 +154,17 @@ def _derives_from_reductions(layouts: LayoutRecords, node: fx.Node, of_layers: b
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
     if of_layers and split is not None and split.output == "reduced":
         return True
-    if node.op in ("placeholder", "get_attr") or (node.op == "call_module" and _is_opaque(layouts, str(node.target))):
+    path = str(node.target)
+    is_call = node.op == "call_module"
+    if node.op in ("placeholder", "get_attr") or (
+        is_call and (path in layouts.opaque or layouts.is_layer(layouts.fetch_attr(path)))
+    ):
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
     tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and returns_several_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
     return bool(found) and all(_derives_from_reductions(layouts, other, of_layers) for other in found)
-
-
-def _is_opaque(layouts: LayoutRecords, path: str) -> bool:
-    return path in layouts.opaque or bool(layouts.is_layer(layouts.fetch_attr(path)))
 
 
 def cut_dim(layouts: LayoutRecords, node: fx.Node, other: fx.Node) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx, nn
@@ -80,7 +81,7 @@ def reduce_shared_gradients(schedule: Schedule, paths: Sequence[str]) -> None:
     if len(paths) == 1:
         (schedule[paths[0]] if paths[0] else schedule).sync("bwd_post", "all_reduce")
         return
-    owner = _common_parent(paths)
+    owner = ".".join(os.path.commonprefix([path.split(".")[:-1] for path in paths]))
     start = len(owner) + 1 if owner else 0
     (schedule[owner] if owner else schedule).sync("bwd_post", "all_reduce", of=[path[start:] for path in paths])
 
@@ -101,13 +102,3 @@ def group_by_input(graph: fx.Graph, paths: Iterable[str]) -> list[list[str]]:
             wanted.discard(node.target)  # a layer with several calls belongs to its first input
             groups.setdefault(node.all_input_nodes[0], []).append(str(node.target))
     return list(groups.values())
-
-
-def _common_parent(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all of these."""
-    common: list[str] = []
-    for names in zip(*(path.split(".")[:-1] for path in paths), strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)

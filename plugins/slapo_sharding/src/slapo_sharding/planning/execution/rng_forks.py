@@ -30,12 +30,7 @@ _RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", 
 
 
 class MixedRandomOps(ValueError):
-    """Error of a module whose forward draws random numbers for sharded and for whole values.
-
-    Args:
-        message: One sentence.
-        node: Node that draws for a sharded value.
-    """
+    """Error of a module whose forward draws random numbers for sharded and for whole values; ``node`` is one of the former."""
 
     def __init__(self, message: str, node: fx.Node) -> None:
         super().__init__(message)

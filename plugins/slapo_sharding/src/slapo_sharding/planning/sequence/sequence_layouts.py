@@ -20,8 +20,7 @@ from ...syncs.sync_hooks import map_first_input
 from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
-from .module_boundaries import Boundary, boundary
-from .sequence_plan import BoundaryCollective, SequencePlan
+from .module_boundaries import Boundary, BoundaryCollective, SequencePlan, boundary
 
 _SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
