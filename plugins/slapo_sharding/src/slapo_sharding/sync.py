@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, paths
-from slapo_training.gradient_hooks import register_first
 
 from .rules.sharding_rule import applied_cut
 from .splitting import attention_heads
-from .splitting.persistent_hooks import keep_hook
+from .splitting.persistent_hooks import reduce_gradient, reduces_gradient, trainable
 from .syncs.overlapped_reduction import SharedGradientReduction
-from .syncs.sync_hooks import GradientReductionHook, Sync, reduces_gradient, trainable
+from .syncs.sync_hooks import Sync
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -138,13 +137,9 @@ class SyncPrimitive(Primitive):
         if mode == "grad":
             own = _named_parameters(schedule, of)
             own = {} if _are_summed_by_plan(own) else own
-            for name, parameter in own.items():
+            for name in own:
                 # the partial gradients of a bias are equal where the loss is a mean, so the weight's are compared alone
-                seen = name == "bias" and "weight" in own
-                label = f"{schedule.path}.{name}" if schedule.path else name
-                hook = GradientReductionHook(schedule.group, label, seen=seen)
-                schedule.on_undo(register_first(parameter, hook).remove)
-                keep_hook(schedule, module, name, hook)
+                reduce_gradient(schedule, module, name, seen=name == "bias" and "weight" in own)
         elif checked.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)

@@ -34,8 +34,8 @@ from .rules.rulebook import describe_class, rules_of
 from .rules.sharding_rule import Cut, split_of
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
+from .splitting.persistent_hooks import trainable
 from .syncs import parallel_loss as losses
-from .syncs.sync_hooks import trainable
 
 
 class TensorParallelPrimitive(Primitive):

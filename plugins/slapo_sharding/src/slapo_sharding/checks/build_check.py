@@ -13,9 +13,9 @@ from slapo_core import BuildError, Schedule, Step, is_sharded, parameter_facts, 
 from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
+from ..splitting.persistent_hooks import reduces_gradient
 from ..splitting.shard_step import user_code
-from ..syncs.sync_hooks import REDUCING, Sync, reduces_gradient, syncs_of
-from ..syncs.sync_order import GATHERING_OPS, OFF_SWITCH, check_sync_order
+from ..syncs.sync_hooks import GATHERING_OPS, OFF_SWITCH, REDUCING, Sync, check_sync_order, syncs_of
 
 _MAX_STEP_LENGTH = 200  # in messages; the arguments of a step may be a whole plan
 
@@ -29,7 +29,7 @@ def check_syncs(schedule: Schedule) -> None:
             the first such module and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
-    if not any(_is_sharded(module) or is_synced(module) for module in modules.values()):
+    if not any(split_of(module) or is_synced(module) for module in modules.values()):
         for name, parameter in schedule.root_module.named_parameters():
             if reduces_gradient(parameter):
                 what = f"the gradient of {name!r} is summed, but nothing is sharded"
@@ -107,7 +107,7 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
 def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
     """Refuse to reduce a replicated value, which would be multiplied by the number of ranks."""
     stray = next((sync for sync in syncs_of(module) if sync.op in REDUCING), None)
-    if stray is None or any(_is_sharded(inside) for inside in module.modules()):
+    if stray is None or any(split_of(inside) for inside in module.modules()):
         return
     raise BuildError(
         f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
@@ -137,7 +137,7 @@ def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: di
     The model's own code may scatter the input of a row-parallel layer; a sync that scatters has its own backward.
     """
     applied = applied_cut(module)
-    if applied is None or not _is_sharded(module) or applied.cut.input in ("indices", "whole"):
+    if applied is None or not split_of(module) or applied.cut.input in ("indices", "whole"):
         return False
     if applied.cut.input == "replicated":
         return True
@@ -164,10 +164,6 @@ def _check_heads(name: str, owner: nn.Module) -> None:
 def is_synced(module: nn.Module) -> bool:
     """Return whether a module has a sync other than a function."""
     return any(sync.op != "function" for sync in syncs_of(module))
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return split_of(module) is not None
 
 
 def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
@@ -214,7 +210,7 @@ def _neighbour_syncs(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]
     """Yield the syncs of replicated neighbours of a module and of the modules around it."""
     for outer in ancestors(path):
         for child in modules[outer].children():
-            if not any(map(_is_sharded, child.modules())):
+            if not any(map(split_of, child.modules())):
                 yield from syncs_of(child)
 
 

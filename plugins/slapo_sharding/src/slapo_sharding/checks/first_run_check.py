@@ -30,8 +30,7 @@ from slapo_tracing.nodes import SHAPES, is_metadata, is_taken_apart, name_of
 from ..communication._torch_autograd import no_functions, watched_functions
 from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import weight_digests
-from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
-from ..syncs.sync_order import off_switch
+from ..syncs.sync_hooks import REDUCING, map_output, off_switch, syncs_of
 from . import size_errors
 from .local_numel import NUMEL_METHODS, LocalNumel, is_called_by_slapo
 from .module_comparison import ModuleComparison

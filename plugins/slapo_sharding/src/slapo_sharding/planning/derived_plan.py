@@ -15,8 +15,8 @@ from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
+from ..splitting.persistent_hooks import mark_gradients_verified, reduces_gradient, trainable
 from ..splitting.shard_planner import ShardPlanner
-from ..syncs.sync_hooks import mark_gradients_verified, reduces_gradient, trainable
 from .derivation.flat_graphs import ReservedNameError, flat_graph, layer_paths
 from .derivation.layer_search import DerivedPlan
 from .derivation.plan_search import find_plan, make_local_forwards

@@ -7,6 +7,7 @@ states, and the routing weights, which each rank multiplies with its partial out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -70,13 +71,12 @@ def _is_local(module: Any, cut: Cut, width: int) -> bool:
 
 
 def _rules() -> Iterator[ShardingRule]:
-    for transposed in (False, True):
-        for packed in (True, False):
-            inner, outer = (2, 1) if transposed else (1, 2)
-            dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
-            parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
-            cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
-            yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
+    for transposed, packed in product((False, True), (True, False)):
+        inner, outer = (2, 1) if transposed else (1, 2)
+        dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
+        parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
+        cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
+        yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
 
 
 RULES = tuple(_rules())

@@ -1,4 +1,4 @@
-"""Facts and gradient hooks of parameters, which the module moves to the parameters that replace them.
+"""Facts of parameters and hooks that reduce their gradients, which the module moves to the parameters that replace them.
 
 FSDP2 gives a module new parameters, and ``load_state_dict(assign=True)`` gives it those of the state. Torch's hooks and
 attributes stay with the old parameters.
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import ParameterFacts, Schedule, ShardSpec, parameter_facts
+from slapo_core import ParameterFacts, Schedule, ScheduleError, ShardSpec, parameter_facts, paths
 from slapo_training.gradient_hooks import register_first
 
 from ..communication import collectives
 from ..communication._torch_autograd import no_functions
 from ..rules.sharding_rule import tensor_of
-from ..syncs.sync_hooks import GradientReductionHook
 
 
 class PersistentHook:
@@ -62,14 +61,78 @@ def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[
     schedule.on_undo(partial(persistent.drop, module))
 
 
-def keep_sum(schedule: Schedule, module: nn.Module, name: str) -> None:
-    """Reduce the gradient of a replicated parameter, in the module or below it, which was verified to be partial."""
-    label = f"{schedule.path}.{name}" if schedule.path else name
-    reduction, parameter = GradientReductionHook(schedule.group, label, seen=True), tensor_of(module, name)
-    reduction.by_plan = True
+def reduce_gradient(schedule: Schedule, module: nn.Module, name: str, *, seen: bool, by_plan: bool = False) -> None:
+    """Reduce the partial gradient of a replicated parameter, in the module or below it; see ``GradientReductionHook``."""
+    reduction, parameter = (
+        GradientReductionHook(schedule.group, paths.join(schedule.path, name), seen=seen),
+        tensor_of(module, name),
+    )
+    reduction.by_plan = by_plan
     if parameter is not None and parameter.requires_grad:
         schedule.on_undo(register_first(parameter, reduction).remove)
     keep_hook(schedule, module, name, reduction)
+
+
+class GradientReductionHook:
+    """Hook of a parameter that all-reduces each micro-batch's gradient over the group.
+
+    Args:
+        group: The ranks that each have a partial gradient.
+        name: Name of the parameter, for the error if the gradient is replicated already.
+        seen: True if the gradient is known to be partial, so that equal values on all ranks are no error.
+    """
+
+    of_schedule = True  # tells engines that it is no hook of the user's
+    by_plan = False
+    """True if a verified plan added the hook."""
+
+    def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
+        self.group, self.name, self.seen = group, name, seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReductionHook:
+        return GradientReductionHook(self.group, self.name, seen=self.seen)
+
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # a backward may reach the parameter without a gradient for it
+            return None
+        total = collectives.all_reduce(grad, self.group)
+        if not self.seen and not torch.compiler.is_compiling():
+            self._check(grad, total)
+        return total
+
+    def _check(self, grad: torch.Tensor, total: torch.Tensor) -> None:
+        """Raise ``ScheduleError`` for a gradient of several numbers that is the same on all ranks: it is not partial."""
+        is_comparable = grad.numel() * grad.element_size() >= _MIN_BYTES_TO_COMPARE and bool(grad.any())
+        self.seen = is_comparable
+        ranks = collectives.num_ranks(self.group)
+        if is_comparable and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
+            raise ScheduleError(
+                f"the gradient of {self.name!r} is the same on every rank, so it is whole already and its sum would be "
+                f"{ranks} times too large; leave sync('grad', 'all_reduce') out",
+                primitive="sync",
+            )
+
+
+_MIN_BYTES_TO_COMPARE = 8
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the module's own parameters that need a gradient, by name."""
+    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
+
+
+def mark_gradients_verified(module: nn.Module) -> None:
+    """Record that the gradients of the module's own parameters are partial, even if they are equal on all ranks."""
+    for parameter in trainable(module).values():
+        for hook in (parameter._backward_hooks or {}).values():
+            if isinstance(hook, GradientReductionHook):
+                hook.seen = hook.by_plan = True
+
+
+def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
+    """Return whether a sync, or with ``by_plan`` one of a verified plan, reduces a parameter's gradient over the group."""
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
 
 
 class _FactsAfterLoad:

@@ -68,7 +68,7 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
     if num_shards > 1:
         for name in step.record.cut.summed:
-            persistent_hooks.keep_sum(schedule, step.module, name)
+            persistent_hooks.reduce_gradient(schedule, step.module, name, seen=True, by_plan=True)
     record_cut(step.module, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)

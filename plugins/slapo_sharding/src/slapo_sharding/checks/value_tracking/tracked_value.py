@@ -20,7 +20,6 @@ from ...communication.collectives import Group
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
 _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
 _HASHABLE = (type(None), bool, int, float, complex, str, types.EllipsisType, torch.dtype, torch.device, torch.layout)
-_OTHERS = frozenset("to type_as expand_as view_as reshape_as".split())
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(part)
-
-
-def reads_metadata_only(name: str) -> bool:
-    """Return whether a function reads only the type or the shape of tensors after the first one."""
-    return name in _OTHERS
 
 
 def makes_new(name: str) -> bool:

@@ -32,7 +32,7 @@ class LayoutError(Exception):
     """
 
     def __init__(self, layouts: LayoutRecords, node: fx.Node, reason: str) -> None:
-        self.layouts, self.node, self.sources = layouts, node, layouts.sources[node]
+        self.layouts, self.node, self.sources = layouts, node, layouts.sources.get(node, frozenset())
         where = f" ({source})" if (source := node.meta.get("source")) else ""
         super().__init__(f"{reason} at {node.name}{where}")
 

@@ -50,11 +50,6 @@ def local_size(size: int, ranks: int, replicated: int = 0) -> int:
     return -local_size(-size, ranks, replicated) if size < 0 else (size - replicated) // ranks + replicated
 
 
-def leaf_indices_of(given: Any, sizes: Collection[int]) -> tuple[int, ...]:
-    """Return the indices of the leaves that are integers equal to one of ``sizes``."""
-    return tuple(index for index, value in enumerate(leaves(given)) if is_size(value) and value in sizes)
-
-
 def leaf_indices_to_divide(
     given: Any, whole: Collection[int], ranks: int, fits: Callable[[Any], bool]
 ) -> tuple[int, ...] | None:
@@ -70,7 +65,7 @@ def leaf_indices_to_divide(
         fits: Returns whether the call gives the right shapes with such arguments.
     """
     values = leaves(given)
-    indices = [index for index in leaf_indices_of(given, whole) if values[index] % ranks == 0]
+    indices = [index for index, value in enumerate(values) if is_size(value) and value in whole and value % ranks == 0]
     for chosen in islice(_choices(indices, values), _MAX_CHOICES):
         if fits(with_leaves(given, {index: values[index] // ranks for index in chosen})):
             return chosen

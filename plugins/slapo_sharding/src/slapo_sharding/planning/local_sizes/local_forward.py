@@ -109,7 +109,11 @@ class LocalForward(Hidden):
             TraceError: the forward cannot be traced, or its layers cannot be split like this.
         """
         args, kwargs = split_inputs(example_inputs, root)
-        kinds: Callable[[str, nn.Module], LeafKind] = lambda path, child: "inline" if self._is_inlined(path, target) else "leaf"  # noqa: E731
+        below = f"{target}." if target else ""
+
+        def kinds(path: str, child: nn.Module) -> LeafKind:
+            return "inline" if path.removeprefix(below) in self._plan.inlined else "leaf"
+
         with _no_parametrization(root.get_submodule(target)):
             traced = trace_value(root, args, kwargs, kinds, target, symbolic=True, assigned="returned")
         try:
@@ -117,9 +121,6 @@ class LocalForward(Hidden):
         except LayoutError as err:
             raise TraceError(str(err)) from err
         return self.num_summed
-
-    def _is_inlined(self, path: str, target: str) -> bool:
-        return path.removeprefix(f"{target}." if target else "") in self._plan.inlined
 
     def install(self) -> None:
         """Replace the module's forward, with attributes as in the unmodified module: a shard step may have made some local."""

@@ -115,7 +115,7 @@ class SequenceLayouts(Layouts):
             self._check_split(n, value)
         draws, is_sharded = n.op == "call_module" and n.meta.get("draws"), n in self.local_shapes
         if draws and self.random_modules.setdefault(n.target, is_sharded) != is_sharded:
-            raise LayoutError(self, self._with_sources(n), "it draws random numbers for a sharded value and for a whole one")
+            raise LayoutError(self, n, "it draws random numbers for a sharded value and for a whole one")
         self._track_gathered(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")
         collective = self.plan.collectives.get(place) if n.op.startswith("call") else None
@@ -153,24 +153,20 @@ class SequenceLayouts(Layouts):
     def _apply_collective(self, n: fx.Node, place: Boundary, collective: BoundaryCollective, value: Any) -> torch.Tensor:
         if collective.op == "all_gather":
             if not self.is_split(n) or not isinstance(value, DTensor) or n in self.flattened:
-                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
+                raise BoundaryError(self, n, place, "a value to gather is whole")
             del self.sources[n], self.local_shapes[n]
             self.gathered[n] = frozenset((place,))
             if collective.backward == "reduce_scatter":
                 self.partial_gradients[n] = self.gathered[n]
             return torch.empty(value.shape, dtype=value.dtype)
         if n in self.sources or not isinstance(value, torch.Tensor) or value.dim() != 3:
-            raise BoundaryError(self, self._with_sources(n), place, "a value to scatter is split already")
+            raise BoundaryError(self, n, place, "a value to scatter is split already")
         if n in self.partial_gradients:
-            raise PartialGradientError(self, self._with_sources(n), self.partial_gradients[n])
+            raise PartialGradientError(self, n, self.partial_gradients[n])
         self.gathered.pop(n, None)
         self.sources[n] = frozenset((SEQUENCE,))
         self.local_shapes[n] = (value.shape[0], value.shape[1] // self.mesh.size(), value.shape[2])
         return self.shard(value, 1).contiguous()
-
-    def _with_sources(self, n: fx.Node) -> fx.Node:
-        self.sources.setdefault(n, frozenset())
-        return n
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -180,7 +176,7 @@ class SequenceLayouts(Layouts):
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.collectives[place].op != "all_gather":
-                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
+                raise BoundaryError(self, n, place, "a value to gather is whole")
             if not self.flattened.isdisjoint(n.all_input_nodes):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
@@ -233,7 +229,7 @@ class SequenceLayouts(Layouts):
             return
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if (module is None or not self.is_layer(module)) and depends_on_token_order(n, module, self.reordered):
-            raise LayoutError(self, self._with_sources(n), "its tokens are in another order")
+            raise LayoutError(self, n, "its tokens are in another order")
         self.reordered.add(n)
 
     def _track_gathering_layer(self, n: fx.Node, gathers: bool) -> None:
@@ -251,12 +247,12 @@ class SequenceLayouts(Layouts):
 
     def _record_partial_gradient(self, n: fx.Node, parts: frozenset[Boundary]) -> None:
         if n.op == "output":
-            raise PartialGradientError(self, self._with_sources(n), parts)
+            raise PartialGradientError(self, n, parts)
         for other in n.all_input_nodes:
             if other not in self.partial_gradients and other not in self.sources and has_gradient(other):
                 names = parameters_of(other)
                 if not names:
-                    raise PartialGradientError(self, self._with_sources(n), parts)
+                    raise PartialGradientError(self, n, parts)
                 self._record_partial(n, other, names)
         if n.op == "call_module":
             self._record_partial(n, None, self.parameter_names(str(n.target)))
