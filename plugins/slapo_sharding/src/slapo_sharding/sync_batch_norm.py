@@ -51,8 +51,9 @@ class SyncBatchNormPrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule) -> list[nn.Module]:
         """Find the layers."""
-        layers = [part for part in schedule.mod.modules() if _has_batch_norm_forward(part)]
-        others = [path for path, part in schedule.mod.named_modules() if _has_other_forward(part)]
+        named = dict(schedule.mod.named_modules())
+        layers = [part for part in named.values() if _has_batch_norm_forward(part)]
+        others = [path for path, part in named.items() if isinstance(part, _BatchNorm) and part not in layers]
         if not layers:
             found = f"; {others[0]!r} has a forward of its own, which may compute something else" if others else ""
             message = f"no BatchNorm here or below{found}; call it on a module with BatchNorm layers"
@@ -73,10 +74,6 @@ class SyncBatchNormPrimitive(Primitive):
 
 def _has_batch_norm_forward(module: Any) -> bool:
     return type(module).forward in _FORWARDS and own_forward(module) is None
-
-
-def _has_other_forward(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not _has_batch_norm_forward(module)
 
 
 class ReplicaStatistics:

@@ -9,11 +9,8 @@ the hooks of ``build_hooks`` import it.
 
 ``build_check`` verifies what can be told of syncs without running. ``first_run_check`` then looks at every torch
 function of the first forward after ``build``, of the first one with gradients and of the first in training. Code that
-reads a shard outside its module is refused. A submodule that is called alone is checked too, but does not count as
-that first forward. Reentrant checkpoints run as non-reentrant ones meanwhile, so that their forward has gradients to
-track (``reentrant_checkpoints``). ``partial_gradients`` tracks which gradients are partial, from the syncs and
-sharded modules on: a whole parameter that meets such a value needs ``sync("grad", "all_reduce")``. ``size_errors``
-names the module where sizes do not fit.
+reads a shard outside its module is refused. ``partial_gradients`` tracks which gradients are partial, from the syncs
+and sharded modules on. ``size_errors`` names the module where sizes do not fit.
 
 ``module_comparison`` finds what DTensor's rules cannot see. The innermost module with whole inputs and outputs runs
 again as it did, and again with the outputs of its sharded layers gathered (``module_rerun``). Where results differ, it

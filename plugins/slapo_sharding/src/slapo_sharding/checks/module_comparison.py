@@ -304,7 +304,8 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
             total /= len(made)
             fits = all(_are_close(each.power, expected.power) for each in made)
         else:
-            fits = _is_part(made[0].shape, expected.shape, len(made))
+            sizes = zip(made[0].shape, expected.shape, strict=False)
+            fits = len(made[0].shape) == len(expected.shape) and all(of in (size, size * len(made)) for size, of in sizes)
         if not fits or not _are_close(total, expected.power):
             return line
     return line
@@ -312,8 +313,3 @@ def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> st
 
 def _are_close(one: float, other: float) -> bool:
     return abs(one - other) <= _NEAR * max(abs(one), abs(other))
-
-
-def _is_part(shape: tuple[int, ...], whole: tuple[int, ...], ranks: int) -> bool:
-    pairs = list(zip(shape, whole, strict=False))
-    return len(shape) == len(whole) and all(size == of or size * ranks == of for size, of in pairs)

@@ -34,8 +34,6 @@ from .derivation.replicated_modules import PlanConflict, ReplicatedModules, log_
 from .derivation.vocabulary import vocabulary_modules
 from .derived_plan import apply_derived_plan, apply_plan
 
-Plan = Mapping[str, str]
-
 BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 """Styles of modules with sharded inputs or outputs: parameters beside them may meet sharded values."""
 
@@ -70,7 +68,7 @@ def gpt2_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
+def undeclared_parameters(model: nn.Module, steps: Mapping[str, str]) -> list[str]:
     """Return the names of parameters in the same module as split layers, without a style of their own.
 
     Their gradients are partial if they are used on sharded values, as a scale per head is. Only the module's code knows.
@@ -84,14 +82,14 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     return found
 
 
-def first_unplanned_layer(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
+def first_unplanned_layer(model: nn.Module, steps: Mapping[str, str], rules: Rulebook) -> str | None:
     """Return the first layer without a style in a plan that splits experts: many leave attention or a shared expert whole."""
     heads = vocabulary_modules(model)
     layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)
     return next((path for path in layers if path not in steps), None) if "moe_tp_experts" in steps.values() else None
 
 
-def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
+def head_norms(model: nn.Module, steps: Mapping[str, str]) -> Iterator[str]:
     """Yield the norms of single heads without a style in a plan that splits the heads; each rank norms its own heads."""
     for name in undeclared_parameters(model, steps):
         path = name.rpartition(".")[0]

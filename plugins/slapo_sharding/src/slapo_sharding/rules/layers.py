@@ -104,11 +104,6 @@ def is_linear_of_op(module: nn.Module) -> bool:
     return known and getattr(module, "sync_fn", None) is None and not getattr(module, "p", 0)
 
 
-def has_activation(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of ``slapo.op`` with an activation, which needs the reduced sum."""
-    return is_linear_of_op(module) and hasattr(module, "activation")
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is Transformers' Conv1D, a linear layer with ``weight[in, out]``; compared by name."""
     cls = type(as_layer(module))
@@ -179,23 +174,26 @@ LINEAR = ShardingRule(
         Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True, uneven=True),
     ),
 )
-LINEAR_WITH_ACT = ShardingRule("LinearWithAct", has_activation, LINEAR.cuts[:1])
-LINEAR_OF_OP = ShardingRule("LinearWithSeparateBias", is_linear_of_op, LINEAR.cuts)
-EMBEDDING = ShardingRule(
-    "Embedding",
-    lambda module: computes_as(module, nn.Embedding),
-    (
-        Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False, uneven=True),
-        Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",), uneven=True),
+RULES = (
+    LINEAR,
+    # an activation needs the reduced sum, so such a layer is split along its output alone
+    ShardingRule("LinearWithAct", lambda each: is_linear_of_op(each) and hasattr(each, "activation"), LINEAR.cuts[:1]),
+    ShardingRule("LinearWithSeparateBias", is_linear_of_op, LINEAR.cuts),
+    ShardingRule(
+        "Embedding",
+        lambda module: computes_as(module, nn.Embedding),
+        (
+            Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False, uneven=True),
+            Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",), uneven=True),
+        ),
+        _refuse_embedding,
     ),
-    _refuse_embedding,
-)
-CONV1D = ShardingRule(
-    "Transformers Conv1D",
-    is_conv1d,
-    (
-        Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",), uneven=True),
-        Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True, uneven=True),
+    ShardingRule(
+        "Transformers Conv1D",
+        is_conv1d,
+        (
+            Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",), uneven=True),
+            Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True, uneven=True),
+        ),
     ),
 )
-RULES = (LINEAR, LINEAR_WITH_ACT, LINEAR_OF_OP, EMBEDDING, CONV1D)

@@ -48,7 +48,7 @@ def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
     """Return the paths of the parameters that a tensor is computed from; the tensor's own name if it is not computed."""
     holder, own = holder_of(module, name)
     if (hook := parametrization_hooks(holder).get(own)) is not None:
-        return sources_of(hook, name)
+        return tuple(name + suffix for kind, suffixes in _SOURCES.items() if isinstance(hook, kind) for suffix in suffixes)
     functions, below = _functions(holder).get(own), name.removesuffix(own)
     return (name,) if functions is None else tuple(f"{below}{_LIST}.{own}.{source}" for source in functions._parameters)
 
@@ -102,7 +102,8 @@ def _computation_of(module: nn.Module, name: str) -> Any:
 def _splits_elementwise(functions: Any, dim: int, pieces: int) -> bool:
     """Return whether each piece along a dimension, and its gradients, follow from the same piece of all sources."""
     if not isinstance(functions, nn.Module):
-        return splits_along(functions, dim)
+        # a mask multiplies elements; a weight norm has one norm for each index of its own dimension
+        return isinstance(functions, BasePruningMethod) or (isinstance(functions, WeightNorm) and functions.dim == dim)
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
@@ -174,16 +175,3 @@ def parametrization_hooks(module: nn.Module) -> Mapping[str, Any]:
     """Return the hooks that compute tensors of the module, by the tensors' names."""
     hooks: list[Any] = [hook for hook in module.__dict__["_forward_pre_hooks"].values() if is_computing(hook)]
     return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}
-
-
-def sources_of(hook: Any, name: str) -> tuple[str, ...]:
-    """Return the names of the parameters and buffers that a hook computes a tensor from."""
-    return tuple(f"{name}{suffix}" for kind, suffixes in _SOURCES.items() if isinstance(hook, kind) for suffix in suffixes)
-
-
-def splits_along(hook: Any, dim: int) -> bool:
-    """Return whether each part along a dimension follows from the same part of all sources.
-
-    A mask multiplies elements; a weight norm has one norm for each index of its own dimension.
-    """
-    return isinstance(hook, BasePruningMethod) or (isinstance(hook, WeightNorm) and hook.dim == dim)

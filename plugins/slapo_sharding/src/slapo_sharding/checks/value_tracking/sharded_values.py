@@ -31,7 +31,7 @@ from slapo_tracing.nodes import in_function_transform, is_metadata, name_of
 from ...communication._torch_private import fake_mesh, global_state
 from ...communication.collectives import Group, num_ranks
 from ...planning.dry_run.function_probe import check_on_random_shards
-from ...planning.dry_run.fused_sizes import index_bounds
+from ...planning.dry_run.split_specs import index_bounds
 from ...rules.sharding_rule import AppliedCut, split_of
 from ...splitting.attention_heads import counts_locally
 from ...syncs.sync_hooks import REDUCING, Sync, first_input, map_first_input, map_output, syncs_of

@@ -162,7 +162,11 @@ class OpCall:
     @property
     def is_cacheable(self) -> bool:
         """True if the answer depends on this call alone, and the call can be compared with others."""
-        return self.around is not None and _is_torch_function(self.func) and all(map(_is_simple, self.leaves))
+        parts = [part for leaf in self.leaves if type(leaf) is Slice for part in leaf]
+        is_simple = all(type(leaf) in (*_SIMPLE, Slice) for leaf in self.leaves) and all(
+            type(each) in (int, type(None)) for each in parts
+        )
+        return self.around is not None and _is_torch_function(self.func) and is_simple
 
     @property
     def contracts(self) -> bool:
@@ -211,7 +215,3 @@ _FUNCTIONS = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
 )
-
-
-def _is_simple(leaf: Any) -> bool:
-    return type(leaf) in _SIMPLE or (type(leaf) is Slice and all(type(part) in (int, type(None)) for part in leaf))

@@ -10,12 +10,11 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import expect, function_name
 
-from ..dry_run.fused_sizes import fused_sizes
 from ..dry_run.layout_adaptation import cut_dim
 from ..dry_run.layout_records import LayoutRecords
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
-from ..dry_run.split_specs import ParameterSplit
+from ..dry_run.split_specs import ParameterSplit, fused_sizes
 
 _MATMULS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
 _MAX_REARRANGEMENTS = 4

@@ -20,13 +20,12 @@ from slapo_tracing.nodes import function_name, is_opaque
 from ...rules.convolutions import channel_dim
 from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
-from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
 from ..dry_run.layout_records import LayoutError, LayoutRecords
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
-from ..dry_run.split_specs import LayerSplit, ParameterSplit
+from ..dry_run.split_specs import LayerSplit, ParameterSplit, fused_sizes, next_split
 from ..local_sizes.adapted_modules import is_inside
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits, mixed_parameters
 from .residual_streams import residual_streams

@@ -23,9 +23,8 @@ from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
-from ..dry_run.fused_sizes import fused_sizes
 from ..dry_run.node_values import calls_by_path
-from ..dry_run.split_specs import LayerSplit
+from ..dry_run.split_specs import LayerSplit, fused_sizes
 from ..local_sizes.local_attributes import literals
 from .layer_search import DerivedPlan
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from slapo_tracing.nodes import function_name
 
-from .fused_sizes import ADDS, SPLITS, VIEWS, adds_same_shapes, index_bounds, index_items, keeps_shape, permutes_dims
 from .layout_records import LayoutRecords
 from .node_values import as_meta, holds_tensors
 from .size_arguments import is_size, leaves, local_size, record_divided_arguments
+from .split_specs import ADDS, SPLITS, VIEWS, adds_same_shapes, index_bounds, index_items, keeps_shape, permutes_dims
 
 _NOT_SEPARATED = "the parts of a fused output are not taken out one by one"
 

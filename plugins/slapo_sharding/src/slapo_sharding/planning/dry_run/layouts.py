@@ -36,10 +36,9 @@ from .node_values import (
     returns_several_tensors,
 )
 from .size_arguments import leaves, record_divided_arguments, record_sizes_to_divide
-from .split_specs import LayerSplit, ParameterSplit
+from .split_specs import VIEWS, LayerSplit, ParameterSplit
 
 _CALLED_BOTH_WAYS = "the layer is called with a sharded input and with a whole one"
-_VIEWS = ("view", "reshape", "unflatten")
 _GRADIENT_PROPERTIES = ("is_grad_enabled", "requires_grad", "is_leaf")
 
 
@@ -102,7 +101,7 @@ class Layouts(LayoutRecords):
 
     def _reason_against(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
-        if function_name(n) in _VIEWS and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
+        if function_name(n) in VIEWS and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
             number, size = value.shape[-2:] if value.dim() > 1 else (0, 0)
             if value.dim() == given.dim() + 1 and number * size == given.shape[-1] and number % self.mesh.size():
                 return f"{number} heads, or whatever has size {size} here, are {NOT_DIVISIBLE} {self.mesh.size()} ranks"
