@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
-from slapo_sharding.planning.derivation.capturing_hooks import recorded_captures
+from slapo_sharding.planning.derivation.flat_graphs import recorded_captures
 from slapo_testing import run_distributed
 from tests.slapo_sharding.logged_warnings import warnings_told
 

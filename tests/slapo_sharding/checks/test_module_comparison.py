@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError, build, create_schedule, set_random_seed
-from slapo_sharding.checks.comparison import module_comparison
+from slapo_sharding.checks import module_comparison
 from slapo_testing import run_distributed
 
 pytestmark = pytest.mark.multiproc

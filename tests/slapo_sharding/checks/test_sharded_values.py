@@ -20,8 +20,8 @@ import slapo_torch.plugin
 import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
-from slapo_sharding.checks.value_tracking.op_rules import OpCall, Slice, cached_layouts
-from slapo_sharding.checks.value_tracking.tracked_value import untracked_layout
+from slapo_sharding.checks.value_tracking.op_rules import cached_layouts
+from slapo_sharding.checks.value_tracking.tracked_value import OpCall, Slice, untracked_layout
 from slapo_testing import run_distributed
 from slapo_verify.comparison import assert_equivalent
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import ScheduleError, create_schedule, load_schedule
-from slapo_sharding.communication.batch_norm_statistics import statistics_of
+from slapo_sharding.sync_batch_norm import statistics_of
 from slapo_testing import run_distributed
 
 

@@ -7,7 +7,7 @@ from slapo_training.distributed import clip_grad_norm_
 from .communication.collectives import all_gather, all_reduce, all_reduce_grad, reduce_scatter, scatter
 from .communication.cross_entropy import parallel_cross_entropy
 from .communication.full_tensors import gather_full, load_full_state, scatter_full
-from .rules.shard_method import ShardMethod, register_shard_method
+from .rules.rulebook import ShardMethod, register_shard_method
 from .rules.sharding_rule import Cut, ShardingRule
 
 __all__ = [

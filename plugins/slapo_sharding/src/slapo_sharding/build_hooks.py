@@ -19,7 +19,7 @@ def slapo_after_create(schedule: Any) -> None:
 def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
     """Give synced norms their replicas, and start the checks."""
     from .checks.check_list import start_checks  # noqa: PLC0415
-    from .communication.batch_norm_statistics import resolve_replicas  # noqa: PLC0415
+    from .sync_batch_norm import resolve_replicas  # noqa: PLC0415
 
     resolve_replicas(schedule)
     start_checks(schedule, target, config)

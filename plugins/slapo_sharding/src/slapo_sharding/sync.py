@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, paths
-from slapo_training.gradient_hooks import register_first
 
 from .rules.sharding_rule import applied_cut
 from .splitting import attention_heads
-from .splitting.persistent_hooks import keep_hook
-from .syncs.shared_gradient_reduction import SharedGradientReduction
-from .syncs.sync_hooks import GradientReductionHook, Sync, reduces_gradient, trainable
+from .splitting.persistent_hooks import reduce_gradient, reduces_gradient, trainable
+from .syncs.overlapped_reduction import SharedGradientReduction
+from .syncs.sync_hooks import Sync
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -87,7 +87,36 @@ class SyncPrimitive(Primitive):
         tensor_parallel_output_grad: bool | None = None,
     ) -> Sync:
         """Make the hook."""
-        return _make(schedule, mode, sync_op_or_fn, axis, backward, of, tensor_parallel_output_grad)
+        op, error = sync_op_or_fn, partial(ScheduleError, path=schedule.path, primitive="sync")
+        if tensor_parallel_output_grad is not None:
+            backward = _backward(op, backward, tensor_parallel_output_grad, error)
+        if mode not in _MODES:
+            raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
+        if mode == "grad":
+            _check_grad(schedule, op, of, error)
+        elif of is not None:
+            _check_members(schedule, mode, op, of, error)
+        if not isinstance(op, str):
+            return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
+        new_axis = None
+        if "->" in op:
+            op, axis, new_axis = _reshard(mode, op, axis, error)
+        if op == _NOTHING:
+            return Sync(mode, op)
+        if op not in _OPS and new_axis is None:
+            raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, a scheme such as 'RS->RR', or a function")
+        if op not in _MODES[mode] and new_axis is None:
+            raise error(f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use a forward mode")
+        if (axis is None) != (op == "all_reduce") or isinstance(axis, bool) or not isinstance(axis, int | None):
+            raise error(
+                f"axis is {axis!r}; {op} {'takes none' if op == 'all_reduce' else 'needs the dimension it works along'}"
+            )
+        if backward is not None and (op != "all_gather" or backward not in ("split", "reduce_scatter")):
+            raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
+        _check_gather(schedule, mode, op, error)
+        default = "reduce_scatter" if mode == "fwd_pre" else "split"
+        shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of)) if mode == "bwd_post" else None
+        return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
     @staticmethod
     def apply(
@@ -108,13 +137,9 @@ class SyncPrimitive(Primitive):
         if mode == "grad":
             own = _named_parameters(schedule, of)
             own = {} if _are_summed_by_plan(own) else own
-            for name, parameter in own.items():
+            for name in own:
                 # the partial gradients of a bias are equal where the loss is a mean, so the weight's are compared alone
-                seen = name == "bias" and "weight" in own
-                label = f"{schedule.path}.{name}" if schedule.path else name
-                hook = GradientReductionHook(schedule.group, label, seen=seen)
-                schedule.on_undo(register_first(parameter, hook).remove)
-                keep_hook(schedule, module, name, hook)
+                reduce_gradient(schedule, module, name, seen=name == "bias" and "weight" in own)
         elif checked.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)
@@ -125,50 +150,6 @@ class SyncPrimitive(Primitive):
             module.register_full_backward_hook(checked)
         else:
             module.register_forward_pre_hook(checked, with_kwargs=True)
-
-
-def _make(
-    schedule: Schedule,
-    mode: str,
-    op: str | Callable[..., Any],
-    axis: int | None,
-    backward: str | None,
-    of: Sequence[str] | None,
-    tensor_parallel_output_grad: bool | None,
-) -> Sync:
-    """Return the hook; raise ``ScheduleError`` if the arguments do not go together."""
-
-    def error(message: str) -> ScheduleError:
-        return ScheduleError(message, path=schedule.path, primitive="sync")
-
-    if tensor_parallel_output_grad is not None:
-        backward = _backward(op, backward, tensor_parallel_output_grad, error)
-
-    if mode not in _MODES:
-        raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
-    if mode == "grad":
-        _check_grad(schedule, op, of, error)
-    elif of is not None:
-        _check_members(schedule, mode, op, of, error)
-    if not isinstance(op, str):
-        return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
-    new_axis = None
-    if "->" in op:
-        op, axis, new_axis = _reshard(mode, op, axis, error)
-    if op == _NOTHING:
-        return Sync(mode, op)
-    if op not in _OPS and new_axis is None:
-        raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, a scheme such as 'RS->RR', or a function")
-    if op not in _MODES[mode] and new_axis is None:
-        raise error(f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use a forward mode")
-    if (axis is None) != (op == "all_reduce") or isinstance(axis, bool) or not isinstance(axis, int | None):
-        raise error(f"axis is {axis!r}; {op} {'takes none' if op == 'all_reduce' else 'needs the dimension it works along'}")
-    if backward is not None and (op != "all_gather" or backward not in ("split", "reduce_scatter")):
-        raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
-    _check_gather(schedule, mode, op, error)
-    default = "reduce_scatter" if mode == "fwd_pre" else "split"
-    shared = SharedGradientReduction(schedule.group, 1 if of is None else len(of)) if mode == "bwd_post" else None
-    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
 
 def _backward(op: Any, backward: str | None, is_partial: Any, error: Callable[[str], ScheduleError]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from slapo_core import Primitive, Schedule, ScheduleError, get_logger, is_sharded
 from slapo_tracing.graphs import as_untraced
@@ -15,27 +15,27 @@ from slapo_tracing.graphs import as_untraced
 from .planning.derivation.replicated_modules import first_rank_only, plan_error
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
-from .planning.dry_run.layout_error import NOT_DIVISIBLE
-from .planning.execution import column_inputs, dropout_forks, layer_backends
+from .planning.dry_run.layout_records import NOT_DIVISIBLE
+from .planning.execution import layer_backends, rng_forks
 from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
-from .planning.execution.stacked_experts import fork_stack, split_stack
-from .planning.given_plan import apply_given_plan
-from .planning.plan_gaps import split_plan_gaps
+from .planning.execution.plan_steps import fork_stack, group_by_parent, reduce_shared_gradients, split_stack
 from .planning.published_plan import (
     BESIDE_SHARDED,
+    apply_given_plan,
     first_unplanned_layer,
     head_norms,
     published_plan,
+    split_plan_gaps,
     tensor_parallel_plan,
     undeclared_parameters,
 )
 from .rules.parametrizations import parametrization_of
 from .rules.rulebook import describe_class, rules_of
-from .rules.sharding_rule import Cut
+from .rules.sharding_rule import Cut, split_of
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
+from .splitting.persistent_hooks import trainable
 from .syncs import parallel_loss as losses
-from .syncs.sync_hooks import trainable
 
 
 class TensorParallelPrimitive(Primitive):
@@ -82,7 +82,10 @@ class TensorParallelPrimitive(Primitive):
     ) -> dict[str, str] | None:
         """Return the path and style of each module of the plan; None if a plan is to be derived."""
         if backend is not None:
-            _check_backend(schedule, sequence_parallel, backend)
+            layer_backends.backend_of(schedule, backend)
+        if backend is not None and sequence_parallel:
+            what = "layers of an engine split values along its own dimension for the sequence, not along dimension 1"
+            raise plan_error(schedule, f"{what}; leave out sequence_parallel, or backend")
         with as_untraced(schedule):
             _check_untouched(schedule, plan)
             steps = _steps_of_plan(schedule, plan, sequence_parallel)
@@ -102,7 +105,7 @@ class TensorParallelPrimitive(Primitive):
     ) -> None:
         """Take the steps of the plan."""
         with as_untraced(schedule):
-            before = layer_backends.split_modules(schedule)
+            before = set(filter(split_of, schedule.mod.modules()))
             _split(schedule, checked, plan, sequence_parallel, parallel_loss)
             loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
@@ -126,14 +129,17 @@ def _split(
     if parallel_loss:
         steps = losses.plan_with_sharded_logits(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
-    for paths in column_inputs.group_by_parent(columns):
-        column_inputs.reduce_shared_gradients(schedule, paths)
+    for paths in group_by_parent(columns):
+        reduce_shared_gradients(schedule, paths)
     if schedule.world_size > 1 and not derived:
-        dropout_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
+        rng_forks.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
             split_plan_gaps(schedule)
-    if schedule.world_size > 1:
-        _guard_optional_outputs(schedule, sequence_parallel)
+    if schedule.world_size > 1:  # refuse later requests for optional outputs that are sharded
+        split = any(map(attention_heads.has_local_heads, schedule.mod.modules()))
+        extras = (*((HIDDEN_STATES,) if sequence_parallel else ()), *((ATTENTIONS,) if split else ()))
+        if extras:
+            schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
 
 
 def _apply_as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
@@ -188,13 +194,6 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
         raise plan_error(schedule, message)
 
 
-def _guard_optional_outputs(schedule: Schedule, sequence_parallel: bool) -> None:
-    """Refuse later requests for optional outputs that are sharded: hidden states and attention weights."""
-    parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention_heads.has_local_heads, schedule.mod.modules()))}
-    if extras := tuple(extra for extra, split in parts.items() if split):
-        schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
-
-
 def _steps_of_plan(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
     """Return the steps of a plan that is given or published; None if one can be derived instead."""
     if sequence_parallel:
@@ -219,14 +218,6 @@ def _warn_of_unknown_style(schedule: Schedule) -> None:
             )
             get_logger().warning(message, schedule.path, key, style, extra=first_rank_only(schedule))
             return
-
-
-def _check_backend(schedule: Schedule, sequence_parallel: bool, backend: str) -> None:
-    """Refuse a backend that does not exist."""
-    layer_backends.backend_of(schedule, backend)
-    if sequence_parallel:
-        what = "layers of an engine split values along its own dimension for the sequence, not along dimension 1"
-        raise plan_error(schedule, f"{what}; leave out sequence_parallel, or backend")
 
 
 def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -329,7 +320,8 @@ def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str
 
 
 def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None = None) -> bool:
-    if blocks is None and not _known_blocks(schedule):
+    owner = schedule.parent.mod if schedule.parent is not None else None
+    if blocks is None and attention_heads.fused_blocks(owner, schedule.name, 0) is None:
         blocks = 1  # published plans name only layers whose plain split does not mix blocks
     cut = _cut(schedule, "replicated", "sharded")
     name = cut.main_parameter(schedule.mod)
@@ -390,8 +382,3 @@ def _cut(schedule: Schedule, input: str, output: str) -> Cut:
     if computed := parametrization_of(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
     raise plan_error(schedule, message)
-
-
-def _known_blocks(schedule: Schedule) -> bool:
-    owner: nn.Module | None = schedule.parent.mod if schedule.parent is not None else None
-    return attention_heads.fused_blocks(owner, schedule.name, 0) is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_sharding.planning.dry_run.fused_sizes import fused_sizes
+from slapo_sharding.planning.dry_run.split_specs import fused_sizes
 from slapo_tracing import trace_module
 
 

@@ -1,19 +1,21 @@
-"""Check at ``build`` that every shard has the syncs that it needs."""
+"""Checks at ``build``: every shard has the syncs that it needs, and no trained parameter shares memory with another tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, Schedule, Step, is_sharded, shard_spec
+from slapo_core import BuildError, Schedule, Step, is_sharded, parameter_facts, shard_spec
 
-from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, split_of
+from ..rules.sharding_rule import AppliedCut, applied_cut, holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
+from ..splitting.persistent_hooks import reduces_gradient
 from ..splitting.shard_step import user_code
-from ..syncs.sync_hooks import REDUCING, Sync, reduces_gradient, syncs_of
-from ..syncs.sync_order import GATHERING_OPS, OFF_SWITCH, check_sync_order
+from ..syncs.sync_hooks import GATHERING_OPS, OFF_SWITCH, REDUCING, Sync, check_sync_order, syncs_of
 
 _MAX_STEP_LENGTH = 200  # in messages; the arguments of a step may be a whole plan
 
@@ -27,7 +29,7 @@ def check_syncs(schedule: Schedule) -> None:
             the first such module and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
-    if not any(_is_sharded(module) or is_synced(module) for module in modules.values()):
+    if not any(split_of(module) or is_synced(module) for module in modules.values()):
         for name, parameter in schedule.root_module.named_parameters():
             if reduces_gradient(parameter):
                 what = f"the gradient of {name!r} is summed, but nothing is sharded"
@@ -78,11 +80,6 @@ def _split_paths(step: Step) -> set[str]:
     return own.union(*map(_split_paths, step.children))
 
 
-def sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the modules that are sharded."""
-    return [module for module in root.modules() if _is_sharded(module)]
-
-
 def _check_tied_shards(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds_tensor(outer, tensor) for outer in above)
@@ -110,7 +107,7 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
 def _check_superfluous_reduce(name: str, module: nn.Module) -> None:
     """Refuse to reduce a replicated value, which would be multiplied by the number of ranks."""
     stray = next((sync for sync in syncs_of(module) if sync.op in REDUCING), None)
-    if stray is None or any(_is_sharded(inside) for inside in module.modules()):
+    if stray is None or any(split_of(inside) for inside in module.modules()):
         return
     raise BuildError(
         f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
@@ -140,7 +137,7 @@ def _uses_input_for_shard(module: nn.Module, path: str, around: str, modules: di
     The model's own code may scatter the input of a row-parallel layer; a sync that scatters has its own backward.
     """
     applied = applied_cut(module)
-    if applied is None or not _is_sharded(module) or applied.cut.input in ("indices", "whole"):
+    if applied is None or not split_of(module) or applied.cut.input in ("indices", "whole"):
         return False
     if applied.cut.input == "replicated":
         return True
@@ -154,7 +151,9 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention_heads.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(child) or _makes_local_heads(_largest_module(child))].append(projection)
+            # the module with most parameters of its own is the projection inside an adapter
+            inner = max(child.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
+            local[returns_shard(child) or returns_shard(inner)].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
@@ -162,23 +161,9 @@ def _check_heads(name: str, owner: nn.Module) -> None:
         )
 
 
-def _largest_module(projection: nn.Module) -> nn.Module:
-    """Return the module with most parameters of its own: the projection inside an adapter."""
-    return max(projection.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
-
-
 def is_synced(module: nn.Module) -> bool:
     """Return whether a module has a sync other than a function."""
     return any(sync.op != "function" for sync in syncs_of(module))
-
-
-def _makes_local_heads(module: nn.Module) -> bool:
-    applied = applied_cut(module)
-    return _is_sharded(module) and applied is not None and applied.returns_shard
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return split_of(module) is not None
 
 
 def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
@@ -225,7 +210,7 @@ def _neighbour_syncs(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]
     """Yield the syncs of replicated neighbours of a module and of the modules around it."""
     for outer in ancestors(path):
         for child in modules[outer].children():
-            if not sharded_modules(child):
+            if not any(map(split_of, child.modules())):
                 yield from syncs_of(child)
 
 
@@ -233,3 +218,52 @@ def _reduces_gradient(sync: Sync, mode: str = "fwd_pre") -> bool:
     if sync.mode == "bwd_post":
         return sync.op == "all_reduce"
     return sync.mode == mode and sync.op == "all_gather" and sync.backward == "reduce_scatter"
+
+
+_MARK = "shares memory with "
+
+
+def note_shared_memory(root: nn.Module) -> None:
+    """Tag each parameter and buffer that shares memory with another one."""
+    for one, other in overlapping_pairs({id(each): each for each in (*root.parameters(), *root.buffers())}.values()):
+        parameter_facts(one).tags.add(f"{_MARK}{parameter_facts(other).names[0]!r}")
+        parameter_facts(other).tags.add(f"{_MARK}{parameter_facts(one).names[0]!r}")
+
+
+def check_shared_memory(root: nn.Module) -> None:
+    """Raise ``BuildError`` for trained parameters that share memory with others: shards, stages and buffers are copies.
+
+    One rank makes no copies.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for name, parameter in root.named_parameters():
+            shared = [tag for tag in parameter_facts(parameter).tags if tag.startswith(_MARK)]
+            if shared and parameter.requires_grad:
+                raise BuildError(
+                    f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "
+                    "make both one nn.Parameter, build without ensure_weight_tying in PEFT, or train on whole replicas, by "
+                    "target 'torch' with data_parallel='ddp'"
+                )
+
+
+def overlapping_pairs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of tensors that share memory; each tensor is compared with the next one in memory only."""
+    plain = (each for each in tensors if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided)
+    found = sorted((_memory(each), id(each), each) for each in plain if each.numel() and not each.is_meta)
+    for (memory, _, one), (following, _, other) in zip(found, found[1:], strict=False):
+        if following[:2] == memory[:2] and following[2] < memory[3] and torch.isin(_offsets(one), _offsets(other)).any():
+            yield one, other
+
+
+def _memory(tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    return str(tensor.device), tensor.untyped_storage().data_ptr(), start, start + last * tensor.element_size()
+
+
+def _offsets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the byte offset of each element of a tensor in its memory."""
+    found = torch.tensor(tensor.storage_offset())
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = found[..., None] + torch.arange(size) * stride
+    return found.flatten() * tensor.element_size()

@@ -10,10 +10,9 @@ from slapo_core import Schedule
 from slapo_training.options import disabled_checks, log_disabled_checks, register_checks
 
 from ..rules.sharding_rule import split_of
-from ..splitting.aliased_tensors import check_shared_memory, note_shared_memory
-from .build_check import check_syncs, is_synced
-from .comparison.original_sizes import record_sizes
+from .build_check import check_shared_memory, check_syncs, is_synced, note_shared_memory
 from .first_run_check import install_first_run_check
+from .module_rerun import record_sizes
 
 CHECKS = {
     "syncs": "shards that lack a sync, and syncs that are doubled, impossible or reduce equal values, are then not seen",

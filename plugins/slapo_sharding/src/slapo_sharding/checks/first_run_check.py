@@ -28,14 +28,13 @@ from slapo_core import BuildError, is_sharded, parameter_facts
 from slapo_tracing.nodes import SHAPES, is_metadata, is_taken_apart, name_of
 
 from ..communication._torch_autograd import no_functions, watched_functions
-from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, split_of
+from ..rules.sharding_rule import holds_tensor, is_kept_for_inside, returns_shard, split_of
 from ..splitting import weight_digests
-from ..syncs.sync_hooks import REDUCING, map_output, syncs_of
-from ..syncs.sync_order import off_switch
+from ..syncs.sync_hooks import REDUCING, map_output, off_switch, syncs_of
 from . import size_errors
-from .comparison.module_comparison import ModuleComparison
-from .comparison.module_rerun import Rerun
 from .local_numel import NUMEL_METHODS, LocalNumel, is_called_by_slapo
+from .module_comparison import ModuleComparison
+from .module_rerun import Rerun
 from .partial_gradients import PartialGradients
 from .reentrant_checkpoints import run_as_non_reentrant
 from .value_tracking.sharded_values import ShardedValues, is_called_by_hook, is_called_by_sharding
@@ -52,11 +51,6 @@ class _PendingRuns:
     """Sharded modules of one build, and the modes (gradients, training) in which the model has yet to run.
 
     A part of the model that is called alone is checked, and the whole model is checked again.
-
-    Args:
-        root: The model.
-        owners: Its sharded modules.
-        disabled: Names of checks that are off.
     """
 
     def __init__(self, root: nn.Module, owners: Iterable[nn.Module], disabled: frozenset[str]) -> None:
@@ -127,7 +121,9 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         weight_digests.check_same_weights(module)
     comparison = ModuleComparison([root for build in builds if (root := build.root()) is not None], _rerun_modules, _plain_call)
     reads = _FirstRunMode(module, is_whole, comparison, disabled)
-    with _eager(), run_as_non_reentrant(), reads, watched_functions(reads.check_autograd_function):
+    # importing the compiler if nobody has would cost a second
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, run_as_non_reentrant(), reads, watched_functions(reads.check_autograd_function):
         token = _running_mode.set(reads)
         try:
             result = reads.run_inner_module(module, args, kwargs)
@@ -162,11 +158,6 @@ def _end_first_runs() -> None:
         nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
-def _eager() -> Any:
-    """Run compiled code eagerly in the block; importing the compiler if nobody has would cost a second."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 class _FirstRunMode(TorchFunctionMode):
     """Mode of a checked run: it knows the running modules, and refuses wrong uses of sharded tensors and values."""
 
@@ -195,7 +186,7 @@ class _FirstRunMode(TorchFunctionMode):
                 call = None if "comparison" in self.disabled else self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
-                if (applied := split_of(module)) is not None and applied.returns_shard:
+                if returns_shard(module):
                     self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)

@@ -23,9 +23,10 @@ from slapo_core import BuildError, is_sharded, parameter_facts
 from slapo_tracing.nodes import is_metadata, name_of
 
 from ..rules.sharding_rule import split_of
+from ..splitting.persistent_hooks import reduces_gradient
 from ..syncs import overlapped_reduction
-from ..syncs.sync_hooks import Sync, map_first_input, map_output, reduces_gradient, syncs_of
-from .value_tracking.tracked_value import makes_new, reads_metadata_only, tensors_in
+from ..syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
+from .value_tracking.tracked_value import makes_new, tensors_in
 
 
 class GradientLayout(Enum):
@@ -46,6 +47,8 @@ _MADE = {
 """Operation and its backward to the gradient layout of the result; other operations give ``SHARDED``."""
 
 
+_METADATA_READERS = frozenset("to type_as expand_as view_as reshape_as".split())
+"""Functions that read only the type or the shape of tensors after the first one."""
 _DIFFERENT = frozenset((GradientLayout.SHARDED, GradientLayout.PARTIAL))
 _OF_REPLICATED = frozenset((GradientLayout.REPLICATED, GradientLayout.PARTIAL))  # layouts that a replicated value may have
 
@@ -198,7 +201,7 @@ class PartialGradients:
         name = name_of(func)
         if not torch.is_grad_enabled() or is_metadata(func, name) or name.endswith("_like") or makes_new(name):
             return None
-        given = [(tensor, self.layout_of(tensor)) for tensor in (tensors[:1] if reads_metadata_only(name) else tensors)]
+        given = [(tensor, self.layout_of(tensor)) for tensor in (tensors[:1] if name in _METADATA_READERS else tensors)]
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
             return GradientLayout.UNKNOWN

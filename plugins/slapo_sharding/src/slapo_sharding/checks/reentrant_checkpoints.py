@@ -15,11 +15,7 @@ from torch.utils import checkpoint
 
 
 class _NonReentrantCheckpoint:
-    """Replacement of ``torch.utils.checkpoint.CheckpointFunction``.
-
-    Args:
-        reentrant: The replaced class.
-    """
+    """Replacement of ``torch.utils.checkpoint.CheckpointFunction``, which is ``reentrant``."""
 
     def __init__(self, reentrant: Any) -> None:
         self.reentrant = reentrant

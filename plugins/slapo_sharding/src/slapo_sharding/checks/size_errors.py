@@ -29,7 +29,9 @@ def explain_size_error(
     line = str(err).partition("\n")[0]
     if applied is not None and _GROUPED in line:
         return _too_narrow(module, applied)
-    if part_of is not None and applied is None and _may_be_of_sizes(err, line):
+    words = ("unpack", "shape", "size", "dimension", "index out of range")
+    may_be_of_sizes = isinstance(err, RuntimeError) or not line or any(word in line for word in words)
+    if part_of is not None and applied is None and may_be_of_sizes:
         return _whole_size_in_code(err, line, part_of)
     if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
         return None
@@ -41,13 +43,6 @@ def explain_size_error(
             return f"{what}; needs sync('fwd_pre', 'scatter', axis={dim})"
     after = f", which {' and '.join(own)} then changes" if own else ""
     return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
-
-
-def _may_be_of_sizes(err: Exception, line: str) -> bool:
-    """Return whether an error may come from a size, by its type and words."""
-    if isinstance(err, RuntimeError) or not line:
-        return True
-    return any(word in line for word in ("unpack", "shape", "size", "dimension", "index out of range"))
 
 
 def _whole_size_in_code(err: Exception, line: str, part_of: str) -> str:

@@ -85,7 +85,7 @@ def all_gather(
     if size is not None and x.size(dim) != _piece_size(size, group):
         raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
     if split_backward and backward == "reduce_scatter":
-        return apply_function(_GatherStartGradReduceScatter, apply_function(_WaitGrad, x), dim, group, size)
+        return apply_function(_GatherStartGradReduceScatter, apply_function(_WaitGrad, x), dim, group, backward, size)
     return apply_function(_AllGather, x, dim, group, backward, size)
 
 
@@ -148,6 +148,11 @@ def max_over_ranks(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     return x if num_ranks(group) == 1 else _reduce(x, "max", group)
 
 
+def on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return ``x`` on the first rank and zeros elsewhere, for a sum over ranks; the gradient of ``x`` is whole on all ranks."""
+    return x if group is None or group.rank() == 0 else x - x.detach()
+
+
 def apply_function(function: Any, *args: Any) -> torch.Tensor:
     """Call an autograd function; ``Function.apply`` has no types."""
     result: torch.Tensor = function.apply(*args)
@@ -185,7 +190,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.cut = dim, group, _Scatter if backward == "split" else _ReduceScatter
-        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
+        size = group.size() * x.size(dim) if size is None else size
+        return wait_all_gather(start_all_gather(x, dim, group, size), dim, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -241,18 +247,13 @@ class _StartGradAllReduce(_AllReduceGrad):
         return _start_reduction(grad, "sum", ctx.group), None
 
 
-class _GatherStartGradReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int | None) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gathered(x, dim, group, group.size() * x.size(dim) if size is None else size)
-
+class _GatherStartGradReduceScatter(_AllGather):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         uneven = grad.size(ctx.dim) % ctx.group.size()  # padding is cut off after the wait, so one node must do both
         if torch.is_grad_enabled() or torch.is_anomaly_enabled() or uneven:
-            return apply_function(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
-        return _start_reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
+            return _AllGather.backward(ctx, grad)
+        return _start_reduce_scatter(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _WaitGrad(torch.autograd.Function):
@@ -306,10 +307,6 @@ def wait_all_gather(started: torch.Tensor, dim: int, group: Group, size: int) ->
     if uneven:
         parts = [part.narrow(dim, 0, _piece_size(size, group, rank)) for rank, part in enumerate(parts)]
     return torch.cat(parts, dim)
-
-
-def _all_gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    return wait_all_gather(start_all_gather(x, dim, group, size), dim, group, size)
 
 
 def _start_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -15,12 +15,11 @@ from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import split_of
 from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors
+from ..splitting.persistent_hooks import mark_gradients_verified, reduces_gradient, trainable
 from ..splitting.shard_planner import ShardPlanner
-from ..syncs.sync_hooks import mark_gradients_verified, reduces_gradient, trainable
 from .derivation.flat_graphs import ReservedNameError, flat_graph, layer_paths
 from .derivation.layer_search import DerivedPlan
-from .derivation.plan_forwards import make_local_forwards
-from .derivation.plan_search import find_plan
+from .derivation.plan_search import find_plan, make_local_forwards
 from .derivation.replicated_modules import (
     REMEDY,
     PlanConflict,
@@ -37,11 +36,15 @@ from .derivation.vocabulary import vocabulary_steps_from_graph
 from .dry_run.layouts import Layouts
 from .dry_run.node_values import calls_by_path
 from .dry_run.split_specs import LayerSplit
-from .execution import column_inputs
-from .execution.direct_parameter_shards import split_parameters
-from .execution.module_dicts import unused_entries
+from .execution.plan_steps import (
+    fork_stack,
+    group_by_input,
+    reduce_shared_gradients,
+    split_parameters,
+    split_stack,
+    unused_entries,
+)
 from .execution.rng_forks import MixedRandomOps, find_rng_forks
-from .execution.stacked_experts import fork_stack, split_stack
 from .local_sizes.adapted_modules import SharedParameterError, communicates, is_inside, partial_parameters
 from .local_sizes.local_attributes import Difference, SizeAttribute, candidate_attributes, difference, make_attributes_local
 from .local_sizes.local_forward import LocalForward
@@ -158,10 +161,10 @@ def apply_plan(
         split_stack(schedule[path])
     _set_local_channels(schedule, layouts)
     axes = layouts.scatter_axes
-    columns = [path for path, split in derived.splits.items() if _try_split(schedule, path, split, axes.get(path))]
+    columns = [path for path, split in derived.splits.items() if _split_layer(schedule, path, split, axes.get(path))]
     columns = [path for path in columns if not layouts.input_gradient_reduced.get(path)]
-    for paths in column_inputs.group_by_input(layouts.graph, columns):
-        column_inputs.reduce_shared_gradients(schedule, paths)
+    for paths in group_by_input(layouts.graph, columns):
+        reduce_shared_gradients(schedule, paths)
     if not layouts.sequence_collectives:
         _split_unused_entries(schedule, derived)
     for (path, mode), collective in layouts.sequence_collectives.items():
@@ -224,24 +227,21 @@ def _boundary_modules(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
 
 
-def _try_split(schedule: Schedule, path: str, split: LayerSplit, scattered: int | None) -> bool:
-    try:
-        return _split_layer(schedule[path], split, scattered)
-    except ScheduleError as err:
-        raise PlanConflict(schedule, str(err), [path]) from err
-
-
-def _split_layer(schedule: Schedule, split: LayerSplit, scattered: int | None) -> bool:
-    """Split a layer; return whether the gradient of its input is partial then."""
-    cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
+def _split_layer(schedule: Schedule, path: str, split: LayerSplit, scattered: int | None) -> bool:
+    """Split a layer; return whether the gradient of its input is partial then. Raises ``PlanConflict`` for an illegal step."""
+    handle = schedule[path]
+    cut = rules_of(schedule).layer_cut(handle.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    name = cut.main_parameter(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.replicated)} if split.replicated else {}))
-    if scattered is not None:
-        schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
-    elif split.output == "reduced":
-        schedule.sync("fwd_post", "all_reduce")
+    name = cut.main_parameter(handle.mod)
+    try:
+        handle.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": [*split.replicated]} if split.replicated else {}))
+        if scattered is not None:
+            handle.sync("fwd_post", "reduce_scatter", axis=scattered)
+        elif split.output == "reduced":
+            handle.sync("fwd_post", "all_reduce")
+    except ScheduleError as err:
+        raise PlanConflict(schedule, str(err), [path]) from err
     return cut.input == "replicated"
 
 
@@ -253,8 +253,8 @@ def _split_unused_entries(schedule: Schedule, derived: DerivedPlan) -> None:
             assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
             same_width = module.get_parameter(applied.cut.main_parameter(module)).shape[spec.dim] == spec.full_shape[spec.dim]
-            if same_width and _try_split(schedule, other, split, None):
-                column_inputs.reduce_shared_gradients(schedule, [other])
+            if same_width and _split_layer(schedule, other, split, None):
+                reduce_shared_gradients(schedule, [other])
 
 
 def _reduce_gradients(schedule: Schedule, derived: DerivedPlan, from_graph: Mapping[str, LocalForward]) -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans that come with a model, as ``{path or glob: style}``.
+"""Tensor-parallel plans that are given, by the model or by the user, as ``{path or glob: style}``.
 
 The styles are those Transformers publishes in ``base_model_tp_plan``:
 
@@ -17,17 +17,22 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from slapo_core import Schedule, ScheduleError, TraceError, is_sharded, savepoint
+
 from ..rules.layers import is_conv1d
 from ..rules.rulebook import Rulebook
 from ..splitting import attention_heads
-from ..splitting.module_paths import ancestors
+from ..splitting.module_paths import ancestors, without_block_numbers
+from .derivation.flat_graphs import layer_paths
+from .derivation.layer_search import DerivedPlan
+from .derivation.replicated_modules import PlanConflict, ReplicatedModules, log_replicated_attentions
 from .derivation.vocabulary import vocabulary_modules
-
-Plan = Mapping[str, str]
+from .derived_plan import apply_derived_plan, apply_plan
 
 BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 """Styles of modules with sharded inputs or outputs: parameters beside them may meet sharded values."""
@@ -63,7 +68,7 @@ def gpt2_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
+def undeclared_parameters(model: nn.Module, steps: Mapping[str, str]) -> list[str]:
     """Return the names of parameters in the same module as split layers, without a style of their own.
 
     Their gradients are partial if they are used on sharded values, as a scale per head is. Only the module's code knows.
@@ -77,14 +82,14 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     return found
 
 
-def first_unplanned_layer(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
+def first_unplanned_layer(model: nn.Module, steps: Mapping[str, str], rules: Rulebook) -> str | None:
     """Return the first layer without a style in a plan that splits experts: many leave attention or a shared expert whole."""
     heads = vocabulary_modules(model)
     layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)
     return next((path for path in layers if path not in steps), None) if "moe_tp_experts" in steps.values() else None
 
 
-def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
+def head_norms(model: nn.Module, steps: Mapping[str, str]) -> Iterator[str]:
     """Yield the norms of single heads without a style in a plan that splits the heads; each rank norms its own heads."""
     for name in undeclared_parameters(model, steps):
         path = name.rpartition(".")[0]
@@ -92,3 +97,70 @@ def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
         heads = any(f"{owner}.{other}" in steps for other in attention_heads.PROJECTIONS)
         if heads and attention_heads.norms_heads(model.get_submodule(owner), child):
             yield path
+
+
+def apply_given_plan(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
+    """Split the layers of a given plan like those of a derived plan, if the model's own forward verifies it.
+
+    Whole sizes in the code are then divided, fused projections are split block by block, and the gradients of parameters that
+    meet sharded values are reduced.
+
+    Args:
+        schedule: Schedule of the module. It has example inputs, and nothing in it is split yet.
+        outputs: Path of each layer of the plan, to its output as in ``LayerSplit``. All other layers stay whole.
+
+    Returns:
+        None if the steps were applied, else the reason why the plan cannot be verified. The module is unchanged then.
+    """
+    replicated = ReplicatedModules({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
+    try:
+        with savepoint(schedule):
+            check = partial(_check_outputs, schedule, outputs)
+            apply_plan(schedule, replicated, sequence_parallel=False, splits_more=True, accept=check)
+    except PlanConflict as err:
+        return err.reason
+    except (ScheduleError, TraceError) as err:
+        return str(err)
+    return None
+
+
+def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: DerivedPlan) -> None:
+    """Raise ``PlanConflict`` for a layer that the derived plan leaves whole, or splits along another dimension."""
+    found = {path: split.output for path, split in derived.splits.items()}
+    for path, output in outputs.items():
+        if found.get(path) != output:
+            reason = derived.reasons.get(path, f"its input is {'whole' if output == 'reduced' else 'sharded'}")
+            raise PlanConflict(schedule, f"{path!r} cannot be split like that: {reason}", [path])
+
+
+_UNPLANNED = "the published plan of the model leaves it out"
+
+
+def split_plan_gaps(schedule: Schedule) -> None:
+    """Derive a plan for each submodule with attention that a published plan leaves out, and log what stays whole.
+
+    The vision part of a model for images and text is one.
+    """
+    reasons = dict[str, str]()
+    if schedule.example_inputs is not None:
+        for path in _attention_modules(schedule):
+            try:
+                apply_derived_plan(schedule[path])
+            except (ScheduleError, TraceError) as err:
+                reasons[f"{path}."] = f"{_UNPLANNED}, and none can be derived: {err}"
+    log_replicated_attentions(schedule, reasons, _UNPLANNED)
+
+
+def _attention_modules(schedule: Schedule) -> list[str]:
+    """Return the outermost modules with attention and no split. A repeated module is none."""
+    found = dict[str, None]()
+    for path in attention_heads.replicated_attentions(schedule.mod):
+        names = path.split(".")
+        for end in range(1, len(names)):
+            outer = ".".join(names[:end])
+            if without_block_numbers(outer) != outer:
+                break
+            if not any(map(is_sharded, schedule.mod.get_submodule(outer).parameters())):
+                found[outer] = None
+                break
+    return list(found)

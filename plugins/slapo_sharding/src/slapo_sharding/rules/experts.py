@@ -7,12 +7,13 @@ states, and the routing weights, which each rank multiplies with its partial out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
-from .sharding_rule import Cut, ShardingRule, applied_cut, forward_with, with_attributes
+from .sharding_rule import AttributeOverride, Cut, ShardingRule, applied_cut, forward_with
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _WIDTHS = ("intermediate_dim", "intermediate_size")
@@ -56,7 +57,7 @@ def _refuse(module: Any, cut: Cut) -> str | None:
 def _is_local(module: Any, cut: Cut, width: int) -> bool:
     """Return whether the code between the projections computes the same on shards, by a numeric probe."""
     ranks = next((ranks for ranks in range(2, width + 1) if width % ranks == 0), 1)
-    local = with_attributes(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
+    local = AttributeOverride(module, {name: vars(module)[name] // ranks for name in _WIDTHS if name in vars(module)})
     between = type(module)._apply_gate if module.has_gate else (lambda of, x: of.act_fn(x))
     size = width * (2 if module.has_gate else 1)
     x = torch.sin(torch.arange(3.0 * size)).view(3, -1, size) * 4
@@ -70,13 +71,12 @@ def _is_local(module: Any, cut: Cut, width: int) -> bool:
 
 
 def _rules() -> Iterator[ShardingRule]:
-    for transposed in (False, True):
-        for packed in (True, False):
-            inner, outer = (2, 1) if transposed else (1, 2)
-            dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
-            parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
-            cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
-            yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
+    for transposed, packed in product((False, True), (True, False)):
+        inner, outer = (2, 1) if transposed else (1, 2)
+        dims = {"gate_up_proj": inner, "up_proj": inner, "gate_up_proj_bias": 1, "up_proj_bias": 1, "down_proj": outer}
+        parts = {"gate_up_proj": 2, "gate_up_proj_bias": 2} if packed else {"gate_up_proj": 1}
+        cut = Cut(dims, "replicated", "partial", _WIDTHS, with_shared_bias, fusable=False, parts=parts)
+        yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
 
 
 RULES = tuple(_rules())

@@ -35,11 +35,14 @@ def with_local_heads(
         return _forward_of_nested(module, query, need_weights, average_attn_weights)
     batched, swapped = query.dim() == 3, query.dim() == 3 and not module.batch_first
     given = [x if batched else x.unsqueeze(0) for x in _batch_first((query, key, value), swapped)]
-    heads = [_split_heads(x, module.head_dim) for x in _with_extra_keys(module, *_project_inputs(module, *given))]
+    made = _with_extra_keys(module, *_project_inputs(module, *given))
+    heads = [x.reshape(*x.shape[:-1], -1, module.head_dim).transpose(1, 2) for x in made]
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(module, heads, key_padding_mask, attn_mask)
     mixed, weights = _attend(module, heads, mask, causal, need_weights)
-    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, _bias_on_first_rank(module))
+    bias = module.out_proj.bias
+    bias = None if bias is None else collectives.on_first_rank(bias, _cut_of(module).spec.group)
+    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, bias)
     if weights is not None:
         weights = _weights_of_all_heads(module, weights, average_attn_weights)
         weights = weights if batched else weights.squeeze(0)
@@ -73,10 +76,6 @@ def _with_extra_keys(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     if module.add_zero_attn:
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     return query, key, value
-
-
-def _split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x.reshape(*x.shape[:-1], -1, size).transpose(1, 2)
 
 
 def _mask(
@@ -125,12 +124,6 @@ def _cut_of(module: nn.Module) -> AppliedCut:
 def _own_heads(module: nn.Module, number: int) -> slice:
     start = _cut_of(module).spec.rank * number
     return slice(start, start + number)
-
-
-def _bias_on_first_rank(module: Any) -> torch.Tensor | None:
-    """Return the bias on the first rank, and on others zeros through which the bias gets its replicated gradient."""
-    bias: torch.Tensor | None = module.out_proj.bias
-    return bias if bias is None or _cut_of(module).spec.rank == 0 else bias - bias.detach()
 
 
 def _weights_of_all_heads(module: Any, weights: torch.Tensor, average: bool) -> torch.Tensor:

@@ -17,10 +17,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..communication._torch_autograd import preserve_versions
-from .parametrization_hooks import parametrization_hooks, sources_of, splits_along
 from .sharding_rule import Cut, ShardingRule, holder_of
+
+_SOURCES = {WeightNorm: ("_g", "_v"), SpectralNorm: ("_orig",), BasePruningMethod: ("_orig", "_mask")}
+
 
 _LIST = "parametrizations"
 _CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
@@ -43,7 +48,7 @@ def source_parameters(module: nn.Module, name: str) -> tuple[str, ...]:
     """Return the paths of the parameters that a tensor is computed from; the tensor's own name if it is not computed."""
     holder, own = holder_of(module, name)
     if (hook := parametrization_hooks(holder).get(own)) is not None:
-        return sources_of(hook, name)
+        return tuple(name + suffix for kind, suffixes in _SOURCES.items() if isinstance(hook, kind) for suffix in suffixes)
     functions, below = _functions(holder).get(own), name.removesuffix(own)
     return (name,) if functions is None else tuple(f"{below}{_LIST}.{own}.{source}" for source in functions._parameters)
 
@@ -97,7 +102,8 @@ def _computation_of(module: nn.Module, name: str) -> Any:
 def _splits_elementwise(functions: Any, dim: int, pieces: int) -> bool:
     """Return whether each piece along a dimension, and its gradients, follow from the same piece of all sources."""
     if not isinstance(functions, nn.Module):
-        return splits_along(functions, dim)
+        # a mask multiplies elements; a weight norm has one norm for each index of its own dimension
+        return isinstance(functions, BasePruningMethod) or (isinstance(functions, WeightNorm) and functions.dim == dim)
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
@@ -158,3 +164,14 @@ def no_parametrization_in_forward() -> Iterator[list[nn.Module]]:
         yield found
     finally:
         parametrize.register_parametrization = plain
+
+
+def is_computing(hook: object) -> bool:
+    """Return whether a hook is one of torch's that compute a tensor of the module before each forward."""
+    return isinstance(hook, tuple(_SOURCES))
+
+
+def parametrization_hooks(module: nn.Module) -> Mapping[str, Any]:
+    """Return the hooks that compute tensors of the module, by the tensors' names."""
+    hooks: list[Any] = [hook for hook in module.__dict__["_forward_pre_hooks"].values() if is_computing(hook)]
+    return {hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name: hook for hook in hooks}

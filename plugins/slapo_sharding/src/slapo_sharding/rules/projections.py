@@ -11,12 +11,11 @@ import inspect
 import io
 from collections.abc import Hashable
 from contextlib import redirect_stdout
-from typing import Any
 
 import torch
 from torch import nn
 
-from .parametrization_hooks import parametrization_hooks
+from .parametrizations import parametrization_hooks
 from .projection_probe import NAMES, ProjectionProbe
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as
 
@@ -98,10 +97,8 @@ def _takes_one_value(module: nn.Module) -> bool:
 def _signature(module: nn.Module) -> Hashable:
     """Return the key of modules with the same cuts: classes, shapes and settings."""
     state = [(name, tuple(each.shape), each.dtype) for name, each in (*module.named_parameters(), *module.named_buffers())]
-    settings = [(name, type(each), repr(_settings(each))) for name, each in module.named_modules()]
+    settings, own = [], nn.Module().__dict__.keys()
+    for path, each in module.named_modules():
+        plain = {name: value for name, value in vars(each).items() if name not in own and isinstance(value, _PLAIN)}
+        settings.append((path, type(each), repr(plain)))
     return tuple(state), tuple(settings)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    own = nn.Module().__dict__.keys()
-    return {name: value for name, value in vars(module).items() if name not in own and isinstance(value, _PLAIN)}

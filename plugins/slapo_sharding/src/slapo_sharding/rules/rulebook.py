@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from slapo_core import PluginError, Registry, Schedule, failure_reason
+from slapo_core import PluginError, Registry, Schedule, default_registry, failure_reason
 from slapo_tracing.nodes import as_layer
 from slapo_training.model import is_wrapper_subclass
 
 from .convolutions import channel_dim
 from .parametrizations import parametrization_of, restricted_rule
 from .projections import projection_rule
-from .sharding_rule import Cut, ShardingRule, applied_cut, tensor_of
+from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as, tensor_of
 
 
 class Rulebook:
@@ -40,17 +40,13 @@ class Rulebook:
         """Return the first matching rule with its owner; without one, or without a right cut, a numeric probe decides."""
         if any(map(is_wrapper_subclass, module._parameters.values())):
             return None  # a tensor subclass defines itself how it is split
-        found = next(self._matching_rules(module), None)
+        layer = as_layer(module)
+        known = ((rule, owner) for rule, owner in self.rules if _call_rule(rule, owner, rule.matches, layer))
+        found = next(((restricted_rule(rule, layer, self.ranks), owner) for rule, owner in known), None)
         if found is None or not found[0].cuts:
             probed = projection_rule(module, self.ranks)
             found = found if probed is None else (probed, "slapo_sharding")
         return found
-
-    def _matching_rules(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
-        layer = as_layer(module)
-        for rule, owner in self.rules:
-            if _call_rule(rule, owner, rule.matches, layer):
-                yield restricted_rule(rule, layer, self.ranks), owner
 
     def cuts_between(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """Yield the cuts of a module with these layouts of input and output."""
@@ -268,3 +264,59 @@ def _wrong_function(what: str, given: Any, called: str, arguments: int, takes_mo
         return
     except TypeError:
         yield f"{what} takes {signature}; it is called as {called}"
+
+
+class ShardMethod:
+    """Base class for the ways to split a module class; ``register_shard_method`` registers a subclass.
+
+    Attributes:
+        cuts: The ways to split such a module.
+    """
+
+    cuts: ClassVar[tuple[Cut, ...]] = ()
+
+    @staticmethod
+    def refuse(module: nn.Module, cut: Cut) -> str | None:
+        """Say why a cut of this module would be wrong, or None."""
+        return None
+
+
+Method = TypeVar("Method", bound=type[ShardMethod])
+
+
+def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[Method], Method]:
+    """Return a class decorator that lets ``shard`` split modules of a class in this process.
+
+    The method comes before the rules of plugins. Registering a module class again replaces its method. Subclasses that keep
+    the class's forward are split, too.
+
+    Args:
+        module_cls: A class of modules; None, for one that could not be imported, registers nothing.
+
+    Raises:
+        PluginError: the decorated class is no valid method.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.width, self.weight = width, nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return x.view(-1, self.width) * self.weight
+        >>> @register_shard_method(Scale)
+        ... class ShardScale(ShardMethod):
+        ...     cuts = (Cut({"weight": 0}, "sharded", "sharded", ("width",)),)
+    """
+
+    def register(method: Method) -> Method:
+        if module_cls is not None:
+            rule: Any = method
+            if isinstance(method, type) and issubclass(method, ShardMethod):
+                matches = lambda module: computes_as(module, module_cls)  # noqa: E731
+                rule = ShardingRule(module_cls.__name__, matches, method.cuts, method.refuse)
+            add_rule(default_registry(), module_cls, rule, f"{method.__module__}.{method.__qualname__}")
+        return method
+
+    return register

@@ -138,6 +138,12 @@ def split_of(module: nn.Module) -> AppliedCut | None:
     return applied if applied is not None and applied.spec.num_shards > 1 else None
 
 
+def returns_shard(module: nn.Module) -> bool:
+    """Return whether a module is split over several ranks and its output is sharded, and not gathered at once."""
+    applied = split_of(module)
+    return applied is not None and applied.returns_shard
+
+
 def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Return whether an unsplit module holds this shard only for a layer inside, as BERT's head holds a bias."""
     return split_of(module) is None and any(
@@ -159,8 +165,8 @@ def record_cut(module: nn.Module, applied: AppliedCut) -> None:
     module.__dict__[_CUT] = applied
 
 
-class _AttributeOverride:
-    """Stand-in for a module with other values of some attributes."""
+class AttributeOverride:
+    """Stand-in for a module with other values of some attributes, for methods of its class."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values, _slapo_module=module)
@@ -169,11 +175,6 @@ class _AttributeOverride:
         return getattr(self.__dict__["_slapo_module"], name)
 
 
-def with_attributes(module: nn.Module, values: Mapping[str, Any]) -> Any:
-    """Return a stand-in for the module, with other values of some attributes, for methods of its class."""
-    return _AttributeOverride(module, values)
-
-
 def forward_with(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of the module's class with other values of some attributes; the module does not change."""
-    return type(module).forward(_AttributeOverride(module, values), *args, **kwargs)
+    return type(module).forward(AttributeOverride(module, values), *args, **kwargs)

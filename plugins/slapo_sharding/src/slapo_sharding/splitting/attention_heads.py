@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..communication import shard_ranges
-from ..rules.sharding_rule import applied_cut, split_of
+from ..rules.sharding_rule import applied_cut, returns_shard, split_of
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -21,10 +21,10 @@ _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _GROUPS = ("num_key_value_groups", "n_rep")
 _WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
 _KEY_WIDTHS = ("kv_dim",)
-_FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_proj")
+FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_proj")
 _QUERIES = ("q_attn", "q_proj", "query", "q", "q_lin")
 _KEYS = ("k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin")
-PROJECTIONS = {*_FUSED[:-1], *_QUERIES, *_KEYS}
+PROJECTIONS = {*FUSED[:-1], *_QUERIES, *_KEYS}
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _LOCAL, _SHOWN, _TRACED = "_slapo_local_heads", "_slapo_shown_counts", "_slapo_shown_by_trace"
 
@@ -37,7 +37,7 @@ def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, 
     Returns:
         None if the name is that of a fused projection whose blocks are unknown.
     """
-    if child not in _FUSED:
+    if child not in FUSED:
         return (width,)
     size = getattr(owner, "split_size", None)
     if isinstance(size, int) and size > 0 and width % size == 0:
@@ -103,11 +103,6 @@ def copied_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shar
     return heads if heads is not None and heads.keys % num_shards else None
 
 
-def may_be_fused(child: str) -> bool:
-    """Return whether a projection of this name may make queries and keys."""
-    return child in _FUSED
-
-
 def blocks_with_key_heads(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
     """Return the blocks of a projection with the key and value widths of ``heads``."""
     width = heads.keys * heads.size
@@ -122,7 +117,7 @@ def key_counts(owner: nn.Module, heads: Heads, other: Heads) -> dict[str, int]:
 
 def _is_keys(child: str, block: int) -> bool:
     """Return whether a block of a projection is keys or values."""
-    return child in _KEYS or (child in _FUSED and block > 0)
+    return child in _KEYS or (child in FUSED and block > 0)
 
 
 def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:
@@ -142,7 +137,7 @@ def _heads(owner: nn.Module, child: str, blocks: tuple[int, ...]) -> Heads | Non
     """Return the heads by the widths of the projections, or None."""
     size = _head_size(owner)
     widths: list[int | None] = []
-    if child not in _FUSED:
+    if child not in FUSED:
         first = [next((name for name in names if name in owner._modules), "") for names in (_QUERIES, _KEYS)]
         widths = [_width(owner._modules.get(name)) for name in first]
     elif len(blocks) == 3 and blocks[1] == blocks[2]:
@@ -190,7 +185,7 @@ def is_attention(module: nn.Module) -> bool:
 
 def has_local_heads(module: nn.Module) -> bool:
     """Return whether a module is an attention whose heads are sharded."""
-    return is_attention(module) and any(_is_column(inside) for inside in module.modules())
+    return is_attention(module) and any(map(returns_shard, module.modules()))
 
 
 def replicated_attentions(root: nn.Module) -> Iterator[str]:
@@ -237,11 +232,6 @@ def _counted_size(owner: nn.Module) -> int | None:
         return None
     size, rest = divmod(int(widths[0] or 0), count)
     return None if rest or int(widths[1] or 0) % size else size
-
-
-def _is_column(module: nn.Module) -> bool:
-    applied = split_of(module)
-    return applied is not None and applied.returns_shard
 
 
 def _integer(owner: nn.Module, name: str) -> int | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -18,37 +18,34 @@ from ..communication import shard_ranges
 from ..rules.parametrizations import source_parameters
 from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import AppliedCut, Cut, applied_cut, holder_of, tensor_of
-from ..syncs.sync_hooks import reduces_gradient
 from . import attention_heads
+from .persistent_hooks import reduces_gradient
 from .shard_step import ShardStep, has_late_bias, needs_forward, user_code
 
 Blocks = int | Sequence[int] | None
 
 
+@dataclass
 class ShardPlanner:
     """Planner of one call of ``shard``; it changes nothing."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        name: str | Sequence[str],
-        axis: int,
-        blocks: Blocks,
-        *,
-        copied: Sequence[int] = (),
-        gathered: bool = False,
-        uneven: bool = False,
-    ) -> None:
-        self.schedule = schedule
-        self.module, self.child = schedule.mod, schedule.name
-        self.owner = parent.mod if (parent := schedule.parent) is not None else None
-        names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
+    schedule: Schedule
+    name: str | Sequence[str]
+    axis: int
+    blocks: Blocks
+    copied: Sequence[int] = ()
+    gathered: bool = False
+    uneven: bool = False
+
+    def __post_init__(self) -> None:
+        self.module, self.child = self.schedule.mod, self.schedule.name
+        self.owner = parent.mod if (parent := self.schedule.parent) is not None else None
+        names = (self.name,) if isinstance(self.name, str) or not isinstance(self.name, Iterable) else tuple(self.name)
         sources = (source_parameters(self.module, name) if isinstance(name, str) else (name,) for name in names)
         self.names = tuple(chain.from_iterable(sources))
-        self.axis, self.blocks, self.copied, self.gathered, self.uneven = axis, blocks, copied, gathered, uneven
         self.heads: tuple[shard_ranges.Ranges, ...] | None = None
-        self.rank, self.size = schedule.rank, max(schedule.world_size, 1)
-        self.group = schedule.group if self.size > 1 else None
+        self.rank, self.size = self.schedule.rank, max(self.schedule.world_size, 1)
+        self.group = self.schedule.group if self.size > 1 else None
 
     def plan(self) -> ShardStep:
         """Return the step; raise ``ScheduleError`` if it is illegal."""
@@ -114,7 +111,7 @@ class ShardPlanner:
             raise self._error(f"{(again or [first])[0]!r} is already sharded, {was}; shard a parameter once")
         if self.blocks is not None and self._explicit_blocks(first, spec.full_shape[spec.dim]) != spec.blocks:
             raise self._error(f"{first!r} is tied to a parameter sharded with blocks {spec.blocks}; give the same")
-        return dataclasses.replace(applied, asked=applied.asked + self.names, gathered=applied.gathered or self.gathered)
+        return replace(applied, asked=applied.asked + self.names, gathered=applied.gathered or self.gathered)
 
     def _sizes(self, cut: Cut, first: str, dim: int) -> tuple[int, ...]:
         known = shard_spec(self._tensor(first))

@@ -12,13 +12,12 @@ from slapo_core import Schedule, ShardSpec, parameter_facts, successor
 from slapo_tracing.nodes import own_forward
 from slapo_training.gradient_hooks import move_hooks, shard_attributes
 
-from ..rules.parametrization_hooks import is_computing
-from ..rules.parametrizations import source_parameters
+from ..rules.parametrizations import is_computing, source_parameters
 from ..rules.sharding_rule import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from ..syncs import overlapped_linear
 from ..syncs.sync_hooks import Sync
 from . import attention_heads, persistent_hooks, weight_digests
-from .replicated_pieces import has_replicated_pieces, reduce_replicated_pieces
+from .persistent_hooks import has_replicated_pieces, reduce_replicated_pieces
 
 
 @dataclass
@@ -69,7 +68,7 @@ def apply_step(schedule: Schedule, step: ShardStep) -> None:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
     if num_shards > 1:
         for name in step.record.cut.summed:
-            persistent_hooks.keep_sum(schedule, step.module, name)
+            persistent_hooks.reduce_gradient(schedule, step.module, name, seen=True, by_plan=True)
     record_cut(step.module, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)

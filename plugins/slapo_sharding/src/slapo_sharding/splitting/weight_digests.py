@@ -22,7 +22,7 @@ from ..communication._torch_autograd import no_functions
 from ..communication._torch_private import no_modes
 from ..communication.collectives import Group
 from ..rules.sharding_rule import split_of
-from ..syncs.sync_order import off_switch
+from ..syncs.sync_hooks import off_switch
 
 _SAMPLES = 64
 _digests: Any = WeakIdKeyDictionary()

@@ -9,8 +9,7 @@ A column-parallel layer overlaps the reduction of its input's gradient with the 
 stands for the weight. The reduction has two nodes as well (``overlapped_reduction``): one starts it, and one,
 recorded earlier, waits for it. Autograd runs the node with the highest sequence number first, and the numbers of the
 start node and the weight node are exchanged. The order in the backward is therefore: inputs of all layers that share
-the tensor (``shared_gradient_reduction``), start of the reduction, weights, wait. The gradients are right in any
-order; only the overlap depends on it.
+the tensor, start of the reduction, weights, wait. The gradients are right in any order; only the overlap depends on it.
 
 Under sequence parallelism the input was gathered, and the reduction is a reduce-scatter. ``overlapped_reduction``
 records the shard each gathered tensor came from, so the weight node keeps the shard and gathers it again in the

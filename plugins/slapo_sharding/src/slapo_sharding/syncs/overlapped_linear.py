@@ -1,8 +1,4 @@
-"""Column-parallel layer in two autograd nodes: the gradient of its weight is computed while that of its input is reduced.
-
-The layer's own node passes the gradient of its output to a second node that stands for the weight. See
-``overlapped_reduction`` for their order.
-"""
+"""Column-parallel layer in two autograd nodes: the gradient of its weight is computed while that of its input is reduced."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from torch.nn import functional as F
 from slapo_tracing.nodes import is_taken_apart
 
 from ..communication import collectives
-from ..rules.layers import is_conv1d, is_linear
-from ..rules.linear_subclasses import only_input
+from ..rules.layers import is_conv1d, is_linear, only_input
 from . import overlapped_reduction
 
 

@@ -3,14 +3,13 @@
     x -- wait -- start --- layers        forward: nothing, or a gather
           \\-- their weights --/          backward: inputs of the layers, start, their weights, wait
 
-A column-parallel layer looks up whether its input is such a value (``overlapped_linear``). If it is, the layer computes its
-weight's gradient while the reduction runs. For a gathered value the layer saves this rank's shard, and the shard is gathered
-again while the first layer computes its input's gradient.
+A column-parallel layer looks up whether its input is such a value (``overlapped_linear``). For a gathered value it saves this
+rank's shard, and the shard is gathered again while the first layer computes its input's gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,14 +18,22 @@ from ..communication import collectives
 from ..communication._torch_autograd import saved_tensor_hook, swap_sequence_numbers
 
 
-class InputSource(Protocol):
-    """Provider of a layer's input for its weight's gradient, from the tensor that the forward saved."""
+class InputSource:
+    """Source of a layer's input for its weight's gradient, from the tensor that the forward saved: here the input itself.
+
+    Args:
+        group: Ranks that each use the input for their own shards.
+    """
+
+    def __init__(self, group: collectives.Group) -> None:
+        self.group = group
 
     def start_gather(self, saved: torch.Tensor) -> None:
         """Announce that one more layer will ask for the input in this backward."""
 
     def input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the input; differentiable if the backward is recorded."""
+        """Return the input; in a recorded backward it is differentiable, and its gradient, which is partial, is reduced."""
+        return collectives.all_reduce_grad(saved, self.group) if torch.is_grad_enabled() else saved
 
     def add_dtype(self, dtype: torch.dtype) -> None:
         """Record the dtype in which a layer of the forward computes."""
@@ -80,7 +87,7 @@ def with_reduced_gradient(x: torch.Tensor, group: collectives.Group) -> torch.Te
         return collectives.all_reduce_grad(x, group)
     value = collectives.all_reduce_grad(x, group, split_backward=True)
     if value is not x:
-        _reductions[value] = OverlappedReduction(value, x, _SavedInput(group), _ANY_SAVED_TENSOR_HOOK)
+        _reductions[value] = OverlappedReduction(value, x, InputSource(group), _ANY_SAVED_TENSOR_HOOK)
     return value
 
 
@@ -94,24 +101,7 @@ def gather_with_overlap(x: torch.Tensor, dim: int, group: collectives.Group, siz
     return value
 
 
-class _SavedInput:
-    """Source of an input that was saved whole."""
-
-    def __init__(self, group: collectives.Group) -> None:
-        self.group = group
-
-    def start_gather(self, saved: torch.Tensor) -> None:
-        """Do nothing: the input is there."""
-
-    def input(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the input; in a recorded backward its gradient is partial, and reduced."""
-        return collectives.all_reduce_grad(saved, self.group) if torch.is_grad_enabled() else saved
-
-    def add_dtype(self, dtype: torch.dtype) -> None:
-        """Do nothing: the input keeps its dtype."""
-
-
-class _RegatheredInput:
+class _RegatheredInput(InputSource):
     """Source that gathers a saved shard again in the backward, once for all layers that use it.
 
     Args:
@@ -121,7 +111,8 @@ class _RegatheredInput:
     """
 
     def __init__(self, dim: int, group: collectives.Group, size: int) -> None:
-        self.dim, self.group, self.size = dim, group, size
+        super().__init__(group)
+        self.dim, self.size = dim, size
         self.dtypes: set[torch.dtype] = set()
         self.num_waiting = 0  # layers that have yet to ask
         self.started: torch.Tensor | None = None
@@ -153,3 +144,37 @@ class _RegatheredInput:
         if not self.num_waiting:
             self.gathered = None
         return full
+
+
+class SharedGradientReduction:
+    """Shared reduction of the partial gradients of several modules that take the same tensor.
+
+    The tensors are compared when the modules run. A tensor that no other module took has its own reduction, so the gradients
+    are right whatever the modules take.
+
+    Args:
+        group: The ranks that each have a partial gradient.
+        members: Number of modules; the tensor is released when all have taken it.
+    """
+
+    __slots__ = ("current", "group", "is_shared", "members", "num_left")  # no ``__dict__``: nothing here is model state
+
+    def __init__(self, group: collectives.Group, members: int) -> None:
+        self.group, self.members = group, members
+        self.num_left = 0
+        self.is_shared = False  # True once all modules have taken one tensor, unchanged
+        self.current: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def with_shared_reduction(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` with a reduced gradient: the same tensor for each module while ``x`` is the same and unchanged."""
+        compiling = torch.compiler.is_compiling()
+        if compiling and not self.is_shared:  # a compiled graph has no version counters to tell that x is unchanged
+            return collectives.all_reduce_grad(x, self.group)
+        version = 0 if compiling else x._version
+        if self.current is None or self.current[0] is not x or self.current[1] != version:
+            self.current, self.num_left = (x, version, with_reduced_gradient(x, self.group)), self.members
+        taken = self.current[2]
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.current, self.is_shared = None, True
+        return taken

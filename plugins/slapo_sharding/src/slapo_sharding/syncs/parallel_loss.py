@@ -73,11 +73,7 @@ def _error(schedule: Schedule, why: str) -> ScheduleError:
 
 @dataclass(frozen=True)
 class _UnevenGather(Sync):
-    """All-gather of shards of different sizes.
-
-    Args:
-        size: Size of the gathered dimension.
-    """
+    """All-gather of shards of different sizes; ``size`` is that of the gathered dimension."""
 
     size: int | None = None
 
@@ -86,11 +82,7 @@ class _UnevenGather(Sync):
 
 
 class TokenLosses(nn.Module):
-    """Cross entropy of each token; layers of an engine may replace this module.
-
-    Args:
-        spec: Shard of the head's weight.
-    """
+    """Cross entropy of each token from this rank's shard of the logits; layers of an engine may replace this module."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__()

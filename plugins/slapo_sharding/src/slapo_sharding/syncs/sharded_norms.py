@@ -51,7 +51,7 @@ def variance(
     """Return ``x.var`` along a sharded dimension; the result is replicated."""
     (along,) = (dim,) if isinstance(dim, int) else dim
     number = x.size(along) * num_ranks(group)
-    mean = all_reduce_grad(mean_over_group(x.mean(along, keepdim=True), group), group)
+    mean = statistic(x.mean(along, keepdim=True), group)
     found = mean_over_group((x - mean).square().mean(along, keepdim=keepdim), group)
     return found * (number / (number - (int(unbiased) if correction is None else correction)))
 

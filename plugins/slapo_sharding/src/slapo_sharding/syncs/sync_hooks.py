@@ -1,4 +1,7 @@
-"""Hooks that run a sync around its module, on positional and keyword inputs."""
+"""Hooks that run a sync around its module, on positional and keyword inputs, and the check of their order.
+
+Each sync must get its value in the layout that it needs from the syncs before.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
-from slapo_core import ScheduleError
+from slapo_core import BuildError, ScheduleError
 from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
 from ..communication._torch_private import with_values
-from ..rules.sharding_rule import applied_cut
+from ..rules.layers import with_global_ids
+from ..rules.sharding_rule import AppliedCut, applied_cut
 from . import overlapped_reduction
-from .shared_gradient_reduction import SharedGradientReduction
-from .vocabulary_ids import with_global_ids
+from .overlapped_reduction import SharedGradientReduction
 
 REDUCING = ("all_reduce", "reduce_scatter")
 """Operations that reduce a partial output."""
@@ -33,7 +36,7 @@ class Sync(Hidden):
     """Sync of a module, registered as a torch hook with keyword inputs.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientReductionHook``.
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``splitting.persistent_hooks``.
         op: Name of the operation, or ``"function"``.
         axis: Dimension that the operation works along.
         group: Ranks that take part.
@@ -78,7 +81,9 @@ class Sync(Hidden):
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
         """Run the operation on one tensor; ``uneven`` is the full size if ranks have shards of different sizes."""
         if self.mode == "bwd_post":
-            return self._reduce_grad(x)
+            if not x.requires_grad or not torch.is_grad_enabled():
+                return x
+            return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.with_shared_reduction(x)
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
@@ -107,11 +112,6 @@ class Sync(Hidden):
             message = f": {what} in {list(x.shape)} cannot be split over {ranks} ranks; {remedy}"
         if message is not None:
             raise ScheduleError(f"{self.mode} {self.op}{message}", path=self.path, primitive="sync")
-
-    def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad or not torch.is_grad_enabled():
-            return x
-        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.with_shared_reduction(x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
@@ -182,68 +182,6 @@ def run_sync(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Te
     return sync.run(x, uneven)
 
 
-class GradientReductionHook:
-    """Hook of a parameter that all-reduces each micro-batch's gradient over the group.
-
-    Args:
-        group: The ranks that each have a partial gradient.
-        name: Name of the parameter, for the error if the gradient is replicated already.
-        seen: True if the gradient is known to be partial, so that equal values on all ranks are no error.
-    """
-
-    of_schedule = True  # tells engines that it is no hook of the user's
-    by_plan = False
-    """True if a verified plan added the hook."""
-
-    def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
-        self.group, self.name, self.seen = group, name, seen
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReductionHook:
-        return GradientReductionHook(self.group, self.name, seen=self.seen)
-
-    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        if grad is None:  # a backward may reach the parameter without a gradient for it
-            return None
-        total = collectives.all_reduce(grad, self.group)
-        if not self.seen and not torch.compiler.is_compiling():
-            self._check(grad, total)
-        return total
-
-    def _check(self, grad: torch.Tensor, total: torch.Tensor) -> None:
-        """Raise ``ScheduleError`` for a gradient of several numbers that is the same on all ranks: it is not partial."""
-        is_comparable = grad.numel() * grad.element_size() >= _MIN_BYTES_TO_COMPARE and bool(grad.any())
-        self.seen = is_comparable
-        ranks = collectives.num_ranks(self.group)
-        if is_comparable and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
-            raise ScheduleError(
-                f"the gradient of {self.name!r} is the same on every rank, so it is whole already and its sum would be "
-                f"{ranks} times too large; leave sync('grad', 'all_reduce') out",
-                primitive="sync",
-            )
-
-
-_MIN_BYTES_TO_COMPARE = 8
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the module's own parameters that need a gradient, by name."""
-    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
-
-
-def mark_gradients_verified(module: nn.Module) -> None:
-    """Record that the gradients of the module's own parameters are partial, even if they are equal on all ranks."""
-    for parameter in trainable(module).values():
-        for hook in (parameter._backward_hooks or {}).values():
-            if isinstance(hook, GradientReductionHook):
-                hook.seen = hook.by_plan = True
-
-
-def reduces_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
-    """Return whether a sync, or with ``by_plan`` one of a verified plan, reduces a parameter's gradient over the group."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return any(isinstance(hook, GradientReductionHook) and (hook.by_plan or not by_plan) for hook in hooks)
-
-
 def map_first_input(
     fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -280,17 +218,7 @@ def map_output(fn: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the first floating-point input, which syncs and cuts apply to, or None."""
-    found: list[torch.Tensor] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
-        return x
-
-    try:
-        map_first_input(note, args, kwargs)
-    except ScheduleError:
-        return None
-    return found[0]
+    return next(filter(_is_floating, (*args, *kwargs.values())), None)
 
 
 def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:
@@ -303,3 +231,56 @@ def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+GATHERING_OPS = ("all_gather", "all_to_all")
+"""Operations that join shards."""
+
+
+def off_switch(check: str) -> str:
+    """Return the clause that ends the errors of the check of this name."""
+    return f"check=False turns this check off with all others, SLAPO_DISABLE_CHECKS={check} alone"
+
+
+OFF_SWITCH = off_switch("syncs")
+
+_State = Literal["whole", "sharded", "partial"]
+_STATES: dict[str, tuple[_State, _State]] = {
+    "all_gather": ("sharded", "whole"),
+    "all_to_all": ("sharded", "sharded"),
+    "scatter": ("whole", "sharded"),
+    "all_reduce": ("partial", "whole"),
+    "reduce_scatter": ("partial", "sharded"),
+}
+"""Operation to the layout that it needs, and the one that it makes."""
+
+
+def check_sync_order(name: str, module: nn.Module, applied: AppliedCut | None) -> None:
+    """Check the layouts of a module's input and output through its syncs.
+
+    Raises:
+        BuildError: a sync or the module gets another layout than it needs.
+    """
+    _state_after_syncs(name, module, "fwd_post", applied.cut.output if applied is not None else None)
+    given = _state_after_syncs(name, module, "fwd_pre", None)
+    if applied is None or given is None or applied.cut.input == "indices":
+        return
+    taken: _State = "sharded" if applied.cut.input == "sharded" else "whole"
+    if given != taken:
+        raise BuildError(
+            f"{name}: its input is {given} after its syncs, and it takes one that is {taken}; leave them out; {OFF_SWITCH}"
+        )
+
+
+def _state_after_syncs(name: str, module: nn.Module, mode: str, state: _State | None) -> _State | None:
+    """Return the layout after the syncs of a mode; None if unknown."""
+    side, last = "output" if mode == "fwd_post" else "input", ""
+    for sync in syncs_of(module, mode):
+        needed, made = _STATES.get(sync.op, (None, None))
+        if None not in (state, needed) and state != needed:
+            remedy = "sync it once" if sync.op == last else "leave one of them out" if last else "leave it out, or make it so"
+            after = f" after {last}" if last else ""
+            wrong = f"its {side} is {state}{after}, and sync({mode!r}, {sync.op!r}) needs it {needed}"
+            raise BuildError(f"{name}: {wrong}; {remedy}; {OFF_SWITCH}")
+        state, last = made, sync.op
+    return state

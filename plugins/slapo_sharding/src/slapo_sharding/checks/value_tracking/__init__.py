@@ -7,9 +7,6 @@ What enters is each call of a torch function with its arguments. What leaves is 
 ``sharded_values`` tracks the outputs of sharded modules, and of syncs that scatter, by DTensor's rules
 (``op_rules``). Where these rules refuse, or do not know an operator, a numeric probe decides: random numbers go
 through the operation whole and in parts (``numeric_probe``). Partial values are tracked up to the reduction, by the
-numeric probe alone (``partial_sums``): a bias, a residual or a ``relu`` in between is refused. An answer that follows
-from the function, the layouts and the Python arguments alone is cached by the process, so identical layers are
-analysed once. Random draws for a sharded value outside ``fork_rng`` must differ between ranks, and draws for a
-replicated value must not (``rng_agreement``). Where the checks are not sure they stay silent: operators without a
-rule, uneven shards, one head whose width might be what is sharded.
+numeric probe alone. Random draws are compared between ranks (``rng_agreement``). Where the checks are not sure they
+stay silent: operators without a rule, uneven shards, one head whose width might be what is sharded.
 """

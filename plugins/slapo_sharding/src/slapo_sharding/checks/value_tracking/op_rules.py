@@ -7,10 +7,8 @@ the answer of the rules is cached. Calls that torch's rules refuse are not cache
 
 from __future__ import annotations
 
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,101 +16,22 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils import _pytree as pytree
 
-from slapo_tracing.nodes import name_of
-
 from ...communication._torch_autograd import no_functions
 from ...communication._torch_private import REDISTRIBUTION_WORDS, fake_mesh, no_modes, no_redistribution
 from ...planning.dry_run.node_values import view_in_two_steps
-from . import partial_sums as sums
-from .numeric_probe import MixesShards, probe
-from .tracked_value import Layout, from_dtensor, tensors_in
+from .numeric_probe import MixesShards, probe, probe_partial
+from .tracked_value import SAME, Attempt, Layout, OpCall, Outcome, from_dtensor, tensors_in
 
-GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
 _VIEWS = frozenset("view reshape unflatten".split())
 PICKS = frozenset("select index_select narrow".split())
-_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
-_HASHABLE = (type(None), bool, int, float, complex, str, types.EllipsisType, torch.dtype, torch.device, torch.layout)
-_SIMPLE = frozenset((*_HASHABLE, torch.memory_format, Layout))
 _COUNT = "give the size of each one and -1 for their number, or call tensor_parallel(), which finds out"
 _MOST = 4096
-
-Attempt = tuple[Any, ...]
-"""Flat arguments for the global values."""
-
-SAME = "the same on every rank"
-Outcome = Layout | int | str | None
-"""Layout of a result, or the dimension it is sharded along; ``SAME``; None if it is unknown."""
-
-
-class Slice(NamedTuple):
-    """Hashable ``slice``; Python's own is not hashable before 3.12."""
-
-    start: Any
-    stop: Any
-    step: Any
 
 
 class UndecidedByRules(NamedTuple):
     """Undecided by DTensor's rules: the attempts that would redistribute data. A numeric probe decides."""
 
     moved: tuple[Attempt, ...]
-
-
-@dataclass(frozen=True)
-class OpCall:
-    """Call of a torch function with sharded values, from before it changed any.
-
-    Args:
-        func: The function.
-        leaves: The flat arguments, with layouts in place of tensors.
-        kinds: Their types, because numbers of different types can be equal.
-        spec: Tree spec of the arguments.
-        of: Layout of a sharded argument.
-        results: Shape and device of each tensor that this rank got.
-        reduced: True if a running module reduces its output over the ranks.
-        counted: True if a running module is known to have local counts.
-        around: Global state, see ``global_state``.
-    """
-
-    func: Callable[..., Any]
-    leaves: tuple[Any, ...]
-    kinds: tuple[type, ...]
-    spec: Any
-    of: Layout
-    results: tuple[tuple[tuple[int, ...], torch.device], ...]
-    reduced: bool
-    counted: bool
-    around: tuple[Any, ...] | None
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return name_of(self.func)
-
-    @property
-    def is_cacheable(self) -> bool:
-        """True if the answer depends on this call alone, and the call can be compared with others."""
-        return self.around is not None and _is_torch_function(self.func) and all(map(_is_simple, self.leaves))
-
-    @property
-    def contracts(self) -> bool:
-        """True if the call is a product that contracts a sharded dimension."""
-        args, _ = pytree.tree_unflatten(list(self.leaves), self.spec)
-        products = _contracted_dims(self.name, args)
-        return any(isinstance(value, Layout) and value.placement and value.dim == dim for value, dim in products)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Call the function with these flat arguments."""
-        args, kwargs = pytree.tree_unflatten([slice(*leaf) if type(leaf) is Slice else leaf for leaf in leaves], self.spec)
-        made = self.func(*args, **kwargs)
-        return args[0] if made is None and args else made
-
-    def attempts(self) -> Iterator[Attempt]:
-        """Yield arguments for the global values: as they are, or with one local size multiplied, for views."""
-        yield self.leaves
-        for place, leaf in enumerate(self.leaves) if self.name in GIVEN_SIZES else ():
-            if type(leaf) is int and leaf > 0:
-                yield (*self.leaves[:place], leaf * self.of.ranks, *self.leaves[place + 1 :])
 
 
 def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:
@@ -123,7 +42,7 @@ def result_layouts(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequenc
     """
     with torch.no_grad(), no_functions(), no_modes():  # a checkpoint that counts operators must not count these
         if call.of.placement is not None and call.of.placement.is_partial():
-            return sums.probe_partial(call, numbers, SAME)
+            return probe_partial(call, numbers)
         answer = cached_layouts(call) if call.is_cacheable else cached_layouts.__wrapped__(call)
         return probe_call(call, answer.moved, numbers) if isinstance(answer, UndecidedByRules) else answer
 
@@ -240,35 +159,3 @@ def _outcomes(made: Any, call: OpCall) -> list[Outcome]:
         else:
             found.append(None)
     return found
-
-
-def _contracted_dims(name: str, args: Any) -> list[tuple[Any, int]]:
-    """Return the factors of a product and the contracted dimension of each."""
-    left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
-    if name not in _PRODUCTS or not all(isinstance(factor, (Layout, torch.Tensor)) for factor in (left, right)):
-        return []
-    if name == "__rmatmul__":
-        left, right = right, left
-    last = len(right.shape) - 1
-    return [(left, len(left.shape) - 1), (right, last if name == "linear" else max(last - 1, 0))]
-
-
-def _is_torch_function(func: Any) -> bool:
-    """Return whether a function is torch's own; other code may read any state."""
-    if isinstance(func, types.MethodWrapperType):  # the getter of a property
-        func = func.__self__
-    owner = getattr(func, "__objclass__", func)
-    return isinstance(func, _FUNCTIONS) and str(getattr(owner, "__module__", "")).partition(".")[0] == "torch"
-
-
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-)
-
-
-def _is_simple(leaf: Any) -> bool:
-    return type(leaf) in _SIMPLE or (type(leaf) is Slice and all(type(part) in (int, type(None)) for part in leaf))

@@ -3,9 +3,9 @@
 The outputs of modules that are split along their output, and of syncs that scatter, are tracked through the torch functions
 that the model calls, by DTensor's rules, as in a dry run. A softmax or a sum along the sharded dimension, a fused output that
 is split at other places than its blocks, or a layer with the wrong shards as input would give wrong results. Torch's rules
-also refuse some functions that ranks can compute on shards: a numeric probe decides then (``numeric_probe``), as it does for
-partial values (``partial_sums``). A wrong value is an error if it enters a sharded layer, is reduced over the ranks, or leaves
-the model; code may look at it. Results of functions without a rule, and of collectives, are not tracked further.
+also refuse some functions that ranks can compute on shards: a numeric probe decides then, as it does for partial values
+(``numeric_probe``). A wrong value is an error if it enters a sharded layer, is reduced over the ranks, or leaves the model;
+code may look at it. Results of functions without a rule, and of collectives, are not tracked further.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -31,15 +31,26 @@ from slapo_tracing.nodes import in_function_transform, is_metadata, name_of
 from ...communication._torch_private import fake_mesh, global_state
 from ...communication.collectives import Group, num_ranks
 from ...planning.dry_run.function_probe import check_on_random_shards
-from ...planning.dry_run.fused_sizes import index_bounds
+from ...planning.dry_run.split_specs import index_bounds
 from ...rules.sharding_rule import AppliedCut, split_of
 from ...splitting.attention_heads import counts_locally
 from ...syncs.sync_hooks import REDUCING, Sync, first_input, map_first_input, map_output, syncs_of
-from .numeric_probe import MixesShards
-from .op_rules import GIVEN_SIZES, PICKS, SAME, OpCall, Outcome, Slice, result_layouts
-from .partial_sums import REDUCE, partial_value
+from .numeric_probe import REDUCE, MixesShards
+from .op_rules import PICKS, result_layouts
 from .rng_agreement import GeneratorSnapshot
-from .tracked_value import Layout, TrackedValue, sharded_layout, tensors_in, untracked_layout
+from .tracked_value import (
+    GIVEN_SIZES,
+    SAME,
+    Layout,
+    OpCall,
+    Outcome,
+    Slice,
+    TrackedValue,
+    partial_value,
+    sharded_layout,
+    tensors_in,
+    untracked_layout,
+)
 
 _GATHER = (
     "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, leave it whole too, "
@@ -133,14 +144,11 @@ class ShardedValues:
             map_output(partial(self._track_output, module, applied), output)
 
     def _track_output(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
-        ranks = applied.spec.num_shards
-        if applied.spec.uneven_ranges is not None:
-            self.known[x] = None
-        else:
+        self.known[x], ranks = None, applied.spec.num_shards
+        if applied.spec.uneven_ranges is None:
             blocks = tuple(block // ranks for block in _blocks(applied))
-            self.known[x] = TrackedValue(
-                sharded_layout(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group
-            )
+            layout = sharded_layout(x, applied.cut.dim % x.dim(), ranks, blocks)
+            self.known[x] = TrackedValue(layout, module, applied.spec.group)
         return x
 
     def _track_partial(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +204,8 @@ class ShardedValues:
             self._set_unknown(result, mixed)
             return result
         value = next((value for value in values if value.layout.blocks or value.is_partial), values[0])
-        given, around = self._flatten_arguments(name, args, kwargs), global_state(value.layout.device)
+        leaves, spec, numbers = self._flatten_arguments(name, args, kwargs)
+        around = global_state(value.layout.device)
         run = self._run_replicated if value.is_partial else partial(self._run_sharded, value)
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
@@ -208,8 +217,9 @@ class ShardedValues:
         try:
             if not self._track_fused_parts(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
-                call = OpCall(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
-                self._record_layouts(changed, result_layouts(call, given.numbers), value)
+                kinds = tuple(map(type, leaves))
+                call = OpCall(func, leaves, kinds, spec, value.layout, shapes, reduced, counted, around)
+                self._record_layouts(changed, result_layouts(call, numbers), value)
         except MixesShards as err:
             self._set_unknown(changed, self._value_error(value, *err.args) if self.checks_values else None)
         except Exception as err:  # arguments may be anything, and the check must not fail itself
@@ -228,10 +238,8 @@ class ShardedValues:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             known = self.known.get(leaf)
-            like = value if known is None and leaf.shape == value.layout.shape else None
-            layout = (
-                known.layout if isinstance(known, TrackedValue) else untracked_layout(leaf) if like is None else like.layout
-            )
+            known = value if known is None and leaf.shape == value.layout.shape else known
+            layout = known.layout if isinstance(known, TrackedValue) else untracked_layout(leaf)
             return layout.empty(fake_mesh(ranks))
 
         try:
@@ -277,8 +285,8 @@ class ShardedValues:
     def _value_error(self, value: TrackedValue, why: str, remedy: str = _GATHER) -> BuildError:
         return self.error("values", value.owner, why, remedy)
 
-    def _flatten_arguments(self, name: str, args: Any, kwargs: Any) -> _FlatArguments:
-        """Return the flat arguments from before the function changes any."""
+    def _flatten_arguments(self, name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Any, dict[int, torch.Tensor]]:
+        """Return leaves and spec of an ``OpCall``, and the untracked tensors by index; the function has changed none yet."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         numbers = {}
@@ -292,7 +300,7 @@ class ShardedValues:
                 else:
                     numbers[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if changes else leaf
                     leaves[place] = untracked_layout(leaf) if leaf.layout is torch.strided else leaf
-        return _FlatArguments(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
+        return tuple(leaves), spec, numbers
 
     def _record_layouts(self, result: Any, outcomes: Sequence[Outcome], of: TrackedValue) -> None:
         for tensor, outcome in zip(tensors_in(result), outcomes, strict=False):
@@ -317,26 +325,13 @@ class ShardedValues:
         if name in _SPLITS and set(sizes) != {starts[-1]}:
             if sizes != blocks:
                 raise MixesShards(f"{name} takes {list(sizes)} out of blocks of {list(blocks)}")
-            self._track_parts(tensors, fused)
+            self._record_layouts(result, [dim] * len(tensors), fused)
         elif bounds is not None and dim == args[0].dim() - 1:
             if not set(bounds) <= set(starts):
                 raise MixesShards(f"{list(bounds)} is cut out of blocks of {list(blocks)}")
             if bounds in zip(starts, starts[1:], strict=False):
-                self._track_parts(tensors, fused)
+                self._record_layouts(result, [dim] * len(tensors), fused)
         return True
-
-    def _track_parts(self, tensors: list[torch.Tensor], of: TrackedValue) -> None:
-        for tensor in tensors:
-            self.known[tensor] = replace(of, layout=sharded_layout(tensor, of.layout.dim, of.layout.ranks))
-
-
-class _FlatArguments(NamedTuple):
-    """Flat arguments as in an ``OpCall``, and index to tensor of the untracked ones."""
-
-    leaves: tuple[Any, ...]
-    kinds: tuple[type, ...]
-    spec: Any
-    numbers: dict[int, torch.Tensor]
 
 
 def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tuple[int, ...]) -> None:

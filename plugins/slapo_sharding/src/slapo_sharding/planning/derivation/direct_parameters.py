@@ -1,4 +1,4 @@
-"""Parameters that forwards use directly in matrix products and einsums, and the splits to try for each."""
+"""Parameters that forwards use directly: the splits to try for each, and whole ones that meet sharded and whole values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import expect, function_name
 
-from ..dry_run.fused_sizes import fused_sizes
 from ..dry_run.layout_adaptation import cut_dim
+from ..dry_run.layout_records import LayoutRecords
 from ..dry_run.layouts import Layouts
-from ..dry_run.split_specs import ParameterSplit
+from ..dry_run.node_values import has_any_gradient, has_gradient, parameters_of
+from ..dry_run.split_specs import ParameterSplit, fused_sizes
 
 _MATMULS = frozenset("matmul mm bmm linear einsum addmm baddbmm tensordot".split())
 _MAX_REARRANGEMENTS = 4
@@ -57,7 +58,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
     return False
 
 
-def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
+def fused_splits(layouts: LayoutRecords, name: str) -> dict[str, ParameterSplit]:
     """Return the splits of a fused projection and its biases by the parts that the model takes out; empty for no parts.
 
     In the dry run, the parameter is split as one part.
@@ -105,3 +106,28 @@ def cut_parameters(layouts: Layouts, traced: fx.GraphModule) -> dict[str, Parame
             found[name] = found.get(name, set()) | dims
     only = {name: next(iter(dims)) for name, dims in found.items() if len(dims) == 1}
     return {name: ParameterSplit(dim) for name, dim in only.items() if dim is not None}
+
+
+def mixed_parameters(layouts: Layouts) -> set[str]:
+    """Return the names, with tied ones, of parameters whose gradient is partial in one use and whole in another.
+
+    One reduction cannot make such a gradient right.
+    """
+    held = layouts.traced.named_parameters(remove_duplicate=False)
+    named = {name: id(each) for name, each in held if name not in layouts.parameters}
+    partial = {named[name] for name in layouts.partial_parameters if name in named}
+    whole = {named[name] for name in _parameters_used_whole(layouts) if name in named} if partial else set()
+    return {name for name, key in named.items() if key in partial & whole}
+
+
+def _parameters_used_whole(layouts: Layouts) -> Iterator[str]:
+    """Yield the names of parameters in uses whose gradient is whole on every rank."""
+    partial = {(node, other) for node, other, _ in layouts.partial_uses}
+    for node in layouts.graph.nodes:
+        if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:
+            module = layouts.traced.get_submodule(str(node.target))
+            yield from (f"{node.target}.{name}" for name, each in module.named_parameters() if each.requires_grad)
+        if node.op == "output" or (has_any_gradient(node) and not parameters_of(node)):
+            for other in node.all_input_nodes:
+                if has_gradient(other) and (node, other) not in partial and other not in layouts.weights:
+                    yield from parameters_of(other)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import fx, nn
 
@@ -11,14 +13,16 @@ from slapo_core import Schedule, ScheduleError
 from slapo_tracing import trace
 from slapo_tracing.nodes import is_opaque
 
-from ...rules.parametrization_hooks import parametrization_hooks
-from ...rules.parametrizations import no_parametrization_in_forward, parametrization_of
+from ...rules.parametrizations import no_parametrization_in_forward, parametrization_hooks, parametrization_of
 from ...rules.rulebook import rules_of
 from ..local_sizes.adapted_modules import is_inside
+from ..local_sizes.graph_division import without_prototypes
 from ..local_sizes.size_origins import record_origins, strip_origins
-from ..local_sizes.tensor_prototypes import without_prototypes
-from .capturing_hooks import recorded_captures
 from .replicated_modules import ReplicatedModules, plan_error
+
+_LIBRARY, _MODELS = "transformers.utils.output_capturing", "transformers.modeling_utils"
+_INSTALLED = "_output_capturing_hooks_installed"
+
 
 _TORCH_ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 _TORCH_TRANSFORMERS = (*_TORCH_ENCODERS, nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.Transformer)
@@ -35,23 +39,19 @@ def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphMod
     ``replicated`` modules become calls; those with parametrization hooks are added to them. Raises ``ScheduleError`` if hooks
     hide layers or a name is reserved, and ``TraceError`` if the forward cannot be traced.
     """
-    with recorded_captures(schedule.root_module):
-        return _trace_checked(schedule, replicated)
-
-
-def _trace_checked(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *replicated.opaque]
     _check_names(schedule)
-    for path, module in schedule.mod.named_modules():
-        if path and parametrization_hooks(module):
-            if path not in layers:
-                layers.append(path)
-                replicated.opaque[path] = f"its {parametrization_of(module)}"
-        elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
-            what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
-            raise plan_error(schedule, f"{what}; call tensor_parallel first")
-    with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
-        traced = flat_graph(schedule, layers)
+    with recorded_captures(schedule.root_module):
+        for path, module in schedule.mod.named_modules():
+            if path and parametrization_hooks(module):
+                if path not in layers:
+                    layers.append(path)
+                    replicated.opaque[path] = f"its {parametrization_of(module)}"
+            elif is_opaque(module) and any(is_inside(layer, path) for layer in layers):
+                what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
+                raise plan_error(schedule, f"{what}; call tensor_parallel first")
+        with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:
+            traced = flat_graph(schedule, layers)
     strip_origins(traced.graph)
     paths = [path for path, module in schedule.mod.named_modules() if module in parametrized]
     paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
@@ -110,3 +110,48 @@ def _training_mode(root: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def recorded_captures(model: nn.Module) -> Iterator[None]:
+    """Record in a trace what the hooks append with which Transformers collects hidden states and attentions, and their layers.
+
+    A model installs them on its layers in its first call. They do nothing in a call that does not ask for their output. A
+    graph therefore serves calls that ask for the same output.
+    """
+    pretrained = _outermost_pretrained(model) if {_LIBRARY, _MODELS} <= sys.modules.keys() else []
+    before = {module: dict(module._forward_hooks) for module in model.modules()} if pretrained else {}
+    marked = {module for module in before if _INSTALLED in vars(module)}
+    hooks = list[Any]()
+    held = {inner for module in marked for inner in module.modules()}
+    try:
+        for each in pretrained:
+            sys.modules[_LIBRARY].maybe_install_capturing_hooks(each)
+        for module in held:  # Transformers installs them again, beside those of the first call
+            _remove_hooks(module, before[module])
+        found = {hook for module in before for hook in module._forward_hooks.values()}
+        # those with the attribute are recorded by an enclosing block
+        hooks += [hook for hook in found if getattr(hook, "__module__", "") == _LIBRARY and not hasattr(hook, "traced")]
+        for hook in hooks:
+            hook.traced = True
+        yield
+    finally:
+        for hook in hooks:
+            del hook.traced
+        for module, kept in before.items():
+            _remove_hooks(module, kept)
+            if module not in marked:
+                vars(module).pop(_INSTALLED, None)
+
+
+def _remove_hooks(module: nn.Module, kept: Collection[int]) -> None:
+    """Remove the hooks of a module whose keys are not in ``kept``."""
+    for key in module._forward_hooks.keys() - kept:
+        del module._forward_hooks[key]
+
+
+def _outermost_pretrained(model: nn.Module) -> list[nn.Module]:
+    """Return the Transformers models that no other one contains."""
+    if isinstance(model, sys.modules[_MODELS].PreTrainedModel):
+        return [model]
+    return [each for child in model.children() for each in _outermost_pretrained(child)]

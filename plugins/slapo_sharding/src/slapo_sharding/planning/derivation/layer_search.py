@@ -20,16 +20,14 @@ from slapo_tracing.nodes import function_name, is_opaque
 from ...rules.convolutions import channel_dim
 from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
-from ..dry_run.fused_sizes import fused_sizes, next_split
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError, LayoutRecords
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
-from ..dry_run.split_specs import LayerSplit, ParameterSplit
+from ..dry_run.split_specs import LayerSplit, ParameterSplit, fused_sizes, next_split
 from ..local_sizes.adapted_modules import is_inside
-from .direct_parameters import cut_parameters, direct_parameters, fused_splits
-from .mixed_parameters import mixed_parameters
+from .direct_parameters import cut_parameters, direct_parameters, fused_splits, mixed_parameters
 from .residual_streams import residual_streams
 
 Adapts = Literal["", "parameters", "all"]
@@ -98,38 +96,34 @@ def derive_plan(
     """
     own = {name for each in branches for names in each.parameters for name in names}
     options = direct_parameters(traced, {*whole_parameters, *own}) if adapts == "all" else {}
-    return _Search(traced, mesh, is_layer, is_table, replicated_modules, adapts, opaque, unadapted, options, branches).run()
+    return _Search(traced, mesh, is_layer, is_table, replicated_modules, adapts, opaque, unadapted, options, [*branches]).run()
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        traced: fx.GraphModule,
-        mesh: DeviceMesh,
-        is_layer: Callable[..., bool],
-        is_table: Callable[..., bool],
-        replicated_modules: Collection[nn.Module],
-        adapts: Adapts,
-        opaque: Collection[str],
-        unadapted: Collection[str],
-        options: dict[str, list[ParameterSplit]],
-        branches: Collection[Branches],
-    ) -> None:
-        self.branches = [*branches]
-        self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
-        self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
-        self.replicated_modules = replicated_modules
-        self.calls = calls_by_path(traced.graph)
-        named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in replicated_modules}
-        self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if is_layer(module, "sharded")}
+    traced: fx.GraphModule
+    mesh: DeviceMesh
+    is_layer: Callable[..., bool]
+    is_table: Callable[[nn.Module], bool]
+    replicated_modules: Collection[nn.Module]
+    adapts: Adapts
+    opaque: Collection[str]
+    unadapted: Collection[str]
+    options: dict[str, list[ParameterSplit]]  # remaining splits to try for each parameter
+    branches: list[Branches]
+
+    def __post_init__(self) -> None:
+        self.calls = calls_by_path(self.traced.graph)
+        named = {path: self.traced.get_submodule(path) for path in self.calls}
+        named = {path: module for path, module in named.items() if module not in self.replicated_modules}
+        self.candidates = {path: LayerSplit("sharded") for path, module in named.items() if self.is_layer(module, "sharded")}
         self.reasons: dict[str, str] = {}
-        for path in residual_streams(traced, is_layer, self.candidates):
+        for path in residual_streams(self.traced, self.is_layer, self.candidates):
             del self.candidates[path]
             self.reasons[path] = "it adds to the residual stream between blocks"
-        self.tables = {path for path, module in named.items() if is_table(module)}
+        self.tables = {path for path, module in named.items() if self.is_table(module)}
         self.shared: set[str] = set()
         self.reduced_per_use: set[str] = set()
-        self.options = options  # remaining splits to try for each parameter
         self.all_tables = frozenset(self.tables)
         self.sharded_fills: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
@@ -242,7 +236,7 @@ class _Search:
                     self.reasons.pop(other, None)
                 others.clear()
 
-    def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
+    def _adapt(self, node: fx.Node, layouts: LayoutRecords, of_layers: bool = False) -> bool:
         """Allow a node, and the nodes of its source line in identical modules, to cut whole values and reduce results."""
         module = without_block_numbers(node.meta.get("module", ""))
         is_allowed = self.adapts and module not in self.unadapted
@@ -256,7 +250,7 @@ class _Search:
                 self.adapted_nodes.add(other)
         return True
 
-    def _try_next(self, names: Collection[str], reason: str, layouts: Layouts | None = None) -> None:
+    def _try_next(self, names: Collection[str], reason: str, layouts: LayoutRecords | None = None) -> None:
         """Use the next split of parameters, in all repeated blocks: as fused ones, along another dimension, or none."""
         for place in {_position(name) for name in names}:
             alike = [name for name in self.options if _position(name) == place]
@@ -311,7 +305,7 @@ class _Search:
         return sum(each.numel() for each in [each for each in found if each.dim() > 1] or found)
 
 
-def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
+def _can_adapt(node: fx.Node, layouts: LayoutRecords, of_layers: bool) -> bool:
     """Return whether a node may cut whole values, reduce their gradients and reduce its result.
 
     Whole parameters, constants and values computed from them may meet sharded activations. Any whole value may meet sharded

@@ -1,4 +1,7 @@
-"""Choice of the plan for a model among variants: with cut whole values, branches, or replicated key heads."""
+"""Choice of the plan for a model among variants: with cut whole values, branches, or replicated key heads.
+
+Modules of a plan that use whole sizes run from local forwards, which are made here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import fx
 
@@ -14,16 +18,22 @@ from slapo_core import Schedule, TraceError, get_logger
 from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import rules_of
 from ...splitting.module_paths import without_block_numbers
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import find_branches
-from ..local_sizes.adapted_modules import adapted_modules, modules_that_cut_for, num_reduced_gradients
+from ..local_sizes.adapted_modules import (
+    adapted_modules,
+    cuts_from_outside,
+    is_inside,
+    modules_that_cut_for,
+    num_reduced_gradients,
+)
 from ..local_sizes.local_attributes import Difference
+from ..local_sizes.local_forward import GraphCache, LocalForward, LocalForwardPlan
 from ..sequence.sequence_search import SequenceSplitError, split_sequence
 from .flat_graphs import in_graph, layer_paths, trace_flat
 from .layer_search import DerivedPlan, derive_plan
-from .plan_forwards import make_local_forward
 from .replicated_key_heads import (
     ReplicatedKeyHeads,
     find_key_heads,
@@ -171,3 +181,44 @@ def _split_sequence(derived: DerivedPlan) -> Layouts:
         if path not in derived.reasons:
             raise
         raise SequenceSplitError(f"{err}; the layer is not split for this reason: {derived.reasons[path]}") from err
+
+
+def make_local_forwards(schedule: Schedule, derived: DerivedPlan) -> dict[str, tuple[LocalForward, bool]]:
+    """Make local forwards for modules that use whole sizes; none is installed.
+
+    Returns:
+        Path to the forward and to whether the module cannot do without it.
+    """
+    made, calls, layers = {}, dict[Any, GraphCache](), layer_paths(schedule)
+    for path, must in adapted_modules(derived.layouts).items():
+        if not any(each in derived.replicated_key_heads for each in schedule.mod.get_submodule(path).modules()):
+            made[path] = make_local_forward(schedule, derived, path, layers, calls), must
+    return made
+
+
+def make_local_forward(
+    schedule: Schedule, derived: DerivedPlan, path: str, layers: Collection[str], calls: dict[Any, GraphCache] | None = None
+) -> LocalForward:
+    """Make the local forward of a module; identical modules share their graphs in ``calls``."""
+    module = schedule.mod.get_submodule(path)
+    below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
+    split = derived.layouts.splits  # a layer may contain layers, as one with an adapter does
+    outer = {name: full for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())}
+    splits = {name: split.get(full) for name, full in outer.items()}
+    called = calls_by_path(derived.layouts.graph)
+    # forks wrap dropouts, so these must stay calls too
+    kept = {name for name, full in below.items() if full in called or name in splits}
+    inlined = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
+    start = len(path) + 1 if path else 0
+    parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
+    shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
+    by_use = frozenset(name[start:] for name in derived.layouts.reduced_per_use if is_inside(name, path))
+    cuts_inputs = cuts_from_outside(derived.layouts, path)
+    plan = LocalForwardPlan(path, splits, inlined, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
+    split_keys = (tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters))
+    alike = (type(module), without_block_numbers(path), inlined, cuts_inputs, by_use, *split_keys)
+    return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))
+
+
+def _is_inside_any(path: str, others: Collection[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)

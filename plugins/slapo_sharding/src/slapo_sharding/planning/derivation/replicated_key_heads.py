@@ -23,9 +23,8 @@ from ...communication._torch_private import fake_mesh
 from ...rules.rulebook import Rulebook
 from ...rules.sharding_rule import Cut
 from ...splitting import attention_heads
-from ..dry_run.fused_sizes import fused_sizes
 from ..dry_run.node_values import calls_by_path
-from ..dry_run.split_specs import LayerSplit
+from ..dry_run.split_specs import LayerSplit, fused_sizes
 from ..local_sizes.local_attributes import literals
 from .layer_search import DerivedPlan
 
@@ -37,8 +36,7 @@ class ReplicatedKeyHeads:
     """Attention module with key heads that several ranks hold.
 
     Args:
-        owner: Attention module.
-        heads: Its numbers of heads.
+        owner: Attention module with ``heads``.
         wide: Numbers of heads if each copy counts.
         blocks: Path of each projection into heads, to the widths of its blocks.
     """
@@ -47,10 +45,6 @@ class ReplicatedKeyHeads:
     heads: attention_heads.Heads
     wide: attention_heads.Heads
     blocks: Mapping[str, tuple[int, ...]]
-
-    def wide_blocks(self, path: str) -> tuple[int, ...]:
-        """Return the widths of the blocks of a projection if each copy counts."""
-        return attention_heads.blocks_with_key_heads(path.rpartition(".")[2], self.blocks[path], self.wide)
 
     def split_by(self, splits: Mapping[str, LayerSplit]) -> bool:
         """Return whether a plan splits all of the projections by heads."""
@@ -63,7 +57,7 @@ def find_key_heads(root: nn.Module, traced: fx.GraphModule, num_shards: int) -> 
     for path, nodes in calls_by_path(traced.graph).items():
         owner, _, child = path.rpartition(".")
         if owner and attention_heads.makes_heads(root.get_submodule(owner), child):
-            blocks = fused_sizes(nodes) if attention_heads.may_be_fused(child) else ()
+            blocks = fused_sizes(nodes) if child in attention_heads.FUSED else ()
             groups.setdefault(owner, {})[path] = blocks or (int(nodes[0].meta["val"].shape[-1]),)
     found = (_replicated_key_heads(root.get_submodule(owner), blocks, num_shards) for owner, blocks in groups.items())
     return [each for each in found if each is not None]
@@ -87,7 +81,8 @@ def with_replicated_heads(root: nn.Module, copies: Iterable[ReplicatedKeyHeads],
                 module = root.get_submodule(path)
                 cut = rules.layer_cut(module, "sharded")
                 assert cut is not None
-                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(each.wide_blocks(path))))
+                wide = attention_heads.blocks_with_key_heads(path.rpartition(".")[2], each.blocks[path], each.wide)
+                stack.enter_context(_with_width(module, cut, sum(each.blocks[path]), sum(wide)))
         yield
 
 

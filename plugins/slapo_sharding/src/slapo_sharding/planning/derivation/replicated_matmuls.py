@@ -54,7 +54,8 @@ def _num_multiplications(node: fx.Node, model: nn.Module) -> float:
         weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
         return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
     given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
-    is_product = function_name(node) in MATMULS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    has_matrix = any(other.op == "get_attr" and other.meta["val"].dim() > 1 for other in given)
+    is_product = function_name(node) in MATMULS or (function_name(node) == "apply" and has_matrix)
     if not is_product or len(given) < 2:
         return 0.0
     sizes = sorted(other.meta["val"].numel() for other in given)
@@ -64,11 +65,6 @@ def _num_multiplications(node: fx.Node, model: nn.Module) -> float:
 def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     spec = shard_spec(tensor)
     return tuple(tensor.shape) if spec is None else spec.full_shape
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    """Return whether a value is a parameter or buffer of several dimensions."""
-    return node.op == "get_attr" and node.meta["val"].dim() > 1
 
 
 def _matmul_owner(node: fx.Node, model: nn.Module) -> str | None:

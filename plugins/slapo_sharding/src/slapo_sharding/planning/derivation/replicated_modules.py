@@ -18,7 +18,7 @@ from ...rules.rulebook import rules_of
 from ...rules.sharding_rule import split_of
 from ...splitting import attention_heads
 from ...splitting.module_paths import ancestors, without_block_numbers
-from ..dry_run.layout_error import NOT_DIVISIBLE
+from ..dry_run.layout_records import NOT_DIVISIBLE
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
 from ..local_sizes.adapted_modules import is_inside
@@ -45,13 +45,7 @@ def plan_error(schedule: Schedule, message: str) -> ScheduleError:
 
 
 class PlanConflict(ScheduleError):
-    """Error of a plan that is not feasible with some layers split.
-
-    Args:
-        schedule: Schedule of the module to split.
-        message: One lower-case sentence.
-        layers: Paths of the layers at fault.
-    """
+    """Error of a plan that is not feasible while the layers at the paths ``layers`` are split."""
 
     def __init__(self, schedule: Schedule, message: str, layers: Collection[str]) -> None:
         super().__init__(message, path=schedule.path, primitive="tensor_parallel")
@@ -157,16 +151,17 @@ def log_replicated(
         is_warning = (heads or where != path or (what != path and (indivisible or path in conflicts))) and what not in logged
         _log(schedule, where if is_warning else path, reason, is_warning)
         logged.update([what, without_block_numbers(where)] if is_warning else [])
-    for path, line in _modules_with_matrices(schedule, derived).items():
+
+    def log_once(path: str, why: str) -> None:
         if not _is_logged(path, logged):
             logged.add(without_block_numbers(path))
-            why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
-            why = f"it multiplies by its own parameters, outside of any layer{why}"
             _log(schedule, path, why)
+
+    for path, line in _modules_with_matrices(schedule, derived).items():
+        why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
+        log_once(path, f"it multiplies by its own parameters, outside of any layer{why}")
     for path, line in _convolutional_mlps(schedule, derived).items():
-        if not _is_logged(path, logged):
-            logged.add(without_block_numbers(path))
-            _log(schedule, path, f"its MLP is made of convolutions ({line})")
+        log_once(path, f"its MLP is made of convolutions ({line})")
     # attentions that are one call in the graph, such as those of torch, with the line of the call
     calls = calls_by_path(derived.layouts.graph).items()
     lines = {f"{path}.": f"{_NO_LAYER} ({nodes[-1].meta.get('source')})" for path, nodes in calls}
@@ -176,11 +171,9 @@ def log_replicated(
     for path in computed.values():
         _log(schedule, path, f"its {parametrization_of(schedule.mod.get_submodule(path))}")
     for path in _replicated_projections(schedule):
-        if without_block_numbers(path) not in computed and not _is_logged(path, logged):
-            logged.add(without_block_numbers(path))
+        if without_block_numbers(path) not in computed:
             name = type(schedule.mod.get_submodule(path)).__name__
-            why = f"a shard of the output of the {name} does not follow from shards of its tensors"
-            _log(schedule, path, why)
+            log_once(path, f"a shard of the output of the {name} does not follow from shards of its tensors")
     for path in _uncalled_layers(schedule, derived):
         rewritten = any(isinstance(schedule.mod.get_submodule(outer), fx.GraphModule) for outer in ancestors(path))
         if (rewritten or without_block_numbers(path) != path) and not _is_logged(path, logged):

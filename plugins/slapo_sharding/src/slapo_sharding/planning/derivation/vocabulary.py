@@ -44,7 +44,8 @@ def vocabulary_steps_from_graph(layouts: Layouts, model: nn.Module, num_shards: 
     named = dict(model.named_modules())
     calls = {path: nodes for path, nodes in calls_by_path(layouts.graph).items() if path not in layouts.splits}
     read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
-    whole = [path for path, of in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in of)]
+    split = {*layouts.local_shapes, *layouts.partial_gradients, *layouts.replicated_parts}
+    whole = [path for path, nodes in calls.items() if _has_rows(named[path]) and split.isdisjoint(nodes)]
     tables = [path for path in whole if isinstance(named[path], nn.Embedding)]
     layers = [path for path in whole if rules.is_layer(named[path], "sharded")]
     heads = [path for path in layers if not any(_feeds_matmul(each, model) for each in calls[path])]
@@ -67,11 +68,6 @@ def _has_rows(module: nn.Module) -> bool:
     """Return whether a module has a weight with more rows than columns, as one with a row per id has."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and weight.shape[0] > weight.shape[1]
-
-
-def _is_whole(node: fx.Node, layouts: Layouts) -> bool:
-    """Return whether each rank has the whole output of a layer and its whole gradient."""
-    return node not in layouts.local_shapes and node not in layouts.partial_gradients and node not in layouts.replicated_parts
 
 
 def _feeds_matmul(node: fx.Node, model: nn.Module) -> bool:

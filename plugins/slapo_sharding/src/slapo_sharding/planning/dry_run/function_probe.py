@@ -7,7 +7,7 @@ arguments and of the output gradient must give that shard of the results and of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +38,7 @@ def check_on_random_shards(target: Any, args: Any, kwargs: Any, results: Any, ra
     leaves, spec = pytree.tree_flatten((args, kwargs))
     dims = [_dim(leaf) for leaf in leaves]
     generator = torch.Generator().manual_seed(0)
-    whole = [_random_like(leaf, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    whole = [random_tensor(leaf.shape, leaf.dtype, generator) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     outputs = [_dim(each) for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
     try:
         expected, gradients, wanted = _forward_backward(target, whole, spec, None, generator)
@@ -91,11 +91,17 @@ def _dim(leaf: Any) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def _random_like(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        kind = torch.complex64 if leaf.dtype.is_complex else torch.float32
-        return torch.randn(tuple(leaf.shape), dtype=kind, generator=generator, device="cpu").to(leaf.dtype)
-    return (torch.rand(tuple(leaf.shape), generator=generator, device="cpu") < 0.5).to(leaf.dtype)
+def is_continuous(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is floating-point or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def random_tensor(shape: Iterable[int], dtype: torch.dtype, generator: torch.Generator, share: float = 0.5) -> torch.Tensor:
+    """Return normal values, or zeros with a fraction of ones, which are valid indices nearly everywhere."""
+    if not is_continuous(dtype):
+        return (torch.rand(tuple(shape), generator=generator, device="cpu") < share).to(dtype)
+    kind = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(tuple(shape), dtype=kind, generator=generator, device="cpu").to(dtype)
 
 
 def _chunk(value: Any, dim: int | None, rank: int, ranks: int) -> Any:
@@ -113,13 +119,13 @@ def _forward_backward(
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     with torch.enable_grad(), no_functions(), no_modes(), torch.device("cpu"):
         for leaf in given:
-            if isinstance(leaf, torch.Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            if isinstance(leaf, torch.Tensor) and is_continuous(leaf.dtype):
                 leaf.requires_grad_()
         tracked = [leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in given]
         args, kwargs = pytree.tree_unflatten(tracked, spec)
         results = [each for each in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         if wanted is None:
-            wanted = [_random_like(each, generator) if each.requires_grad else None for each in results]
+            wanted = [random_tensor(each.shape, each.dtype, generator) if each.requires_grad else None for each in results]
         sources = {place: leaf for place, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         ends = [(each, grad) for each, grad in zip(results, wanted, strict=True) if grad is not None and each.requires_grad]
         found: Any = [None] * len(sources)

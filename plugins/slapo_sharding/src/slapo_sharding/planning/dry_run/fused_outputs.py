@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,13 +15,10 @@ from torch.nn import functional as F
 
 from slapo_tracing.nodes import function_name
 
-from .divided_sizes import record_divided_arguments
-from .fused_sizes import ADDS, SPLITS, VIEWS, adds_same_shapes, index_bounds, index_items, keeps_shape, permutes_dims
+from .layout_records import LayoutRecords
 from .node_values import as_meta, holds_tensors
-from .size_arguments import is_size, leaves, local_size
-
-if TYPE_CHECKING:
-    from .layouts import Layouts
+from .size_arguments import is_size, leaves, local_size, record_divided_arguments
+from .split_specs import ADDS, SPLITS, VIEWS, adds_same_shapes, index_bounds, index_items, keeps_shape, permutes_dims
 
 _NOT_SEPARATED = "the parts of a fused output are not taken out one by one"
 
@@ -52,7 +49,7 @@ class FusedOutput:
         """Return the total size of the replicated parts with indices from ``first`` to ``last - 1``."""
         return sum(size for place, size in enumerate(self.sizes[:last]) if place >= first and place in self.replicated)
 
-    def slice_layout(self, value: torch.Tensor, bounds: tuple[int, int], layouts: Layouts) -> Any:
+    def slice_layout(self, value: torch.Tensor, bounds: tuple[int, int], layouts: LayoutRecords) -> Any:
         """Return the layout of a slice with these bounds along the parts: replicated, sharded, or fused again.
 
         Raises:
@@ -69,7 +66,7 @@ class FusedOutput:
         return layouts.shard(value, self.dim) if len(sizes) == 1 else FusedOutput(value, sizes, self.dim)
 
 
-def propagate_fused(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
+def propagate_fused(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
     """Return the result of a node on a fused output: fused alike, some of its parts, or a number; else raise ``ValueError``."""
     if _adds_bias(layouts, n, fused) or _adds_same_parts(n, fused, args):
         return FusedOutput(as_meta(n.meta["val"]), fused.sizes, fused.dim)
@@ -77,7 +74,7 @@ def propagate_fused(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any,
     return _take_part(layouts, n, fused, args, kwargs) if kept is None else kept
 
 
-def _elementwise_output(layouts: Layouts, n: fx.Node, fused: FusedOutput) -> FusedOutput | None:
+def _elementwise_output(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput) -> FusedOutput | None:
     """Return the fused output of a node that treats all elements along the parts' dimension alike; None for another node.
 
     Activations do, and so do permutations of dimensions.
@@ -101,7 +98,7 @@ def _elementwise_output(layouts: Layouts, n: fx.Node, fused: FusedOutput) -> Fus
     return FusedOutput(as_meta(n.meta["val"]), fused.sizes, dim, fused.replicated) if is_kept else None
 
 
-def _adds_bias(layouts: Layouts, n: fx.Node, fused: FusedOutput) -> bool:
+def _adds_bias(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput) -> bool:
     """Return whether a node adds a parameter of the same parts to a fused output."""
     others = [other for other in n.all_input_nodes if other in layouts.blocks]
     if not others or fused.replicated or function_name(n) not in ADDS:
@@ -116,7 +113,7 @@ def _adds_same_parts(n: fx.Node, fused: FusedOutput, args: Any) -> bool:
     return adds_same_shapes(n) and alike and len(added) == len(n.all_input_nodes)
 
 
-def _take_part(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
+def _take_part(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> Any:
     """Return the parts that a node takes out of a fused output: by a split or chunk, a slice, or a dimension of a view.
 
     Parts that every rank holds whole are plain tensors.
@@ -161,13 +158,13 @@ def _with_dims_before(fused: FusedOutput, value: torch.Tensor) -> FusedOutput:
     return FusedOutput(whole, fused.sizes, dim, fused.replicated)
 
 
-def _glu_layout(layouts: Layouts, fused: FusedOutput, value: torch.Tensor) -> DTensor:
+def _glu_layout(layouts: LayoutRecords, fused: FusedOutput, value: torch.Tensor) -> DTensor:
     if fused.replicated or len(fused.sizes) != 2 or not value.shape[fused.dim] == fused.sizes[0] == fused.sizes[1]:
         raise ValueError(_NOT_SEPARATED)
     return layouts.shard(value, fused.dim)
 
 
-def _split(layouts: Layouts, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> list[Any]:
+def _split(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput, args: Any, kwargs: Any) -> list[Any]:
     name = function_name(n)
     parts = getattr(fused.whole, name)(*args[1:], **kwargs)
     bounds = [*pairwise([0, *accumulate(part.shape[fused.dim] for part in parts)])]
@@ -189,7 +186,7 @@ def _local_value(value: Any, ranks: int) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _parts_as_dim(layouts: Layouts, n: fx.Node, fused: FusedOutput, value: torch.Tensor, given: Any) -> DTensor:
+def _parts_as_dim(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput, value: torch.Tensor, given: Any) -> DTensor:
     """Return a view with the parts as a dimension; each part is split along the next dimension."""
     place = _size_index(n, fused.dim) + 1
     size = leaves(given)[place] if place < len(leaves(given)) else -1
@@ -197,7 +194,7 @@ def _parts_as_dim(layouts: Layouts, n: fx.Node, fused: FusedOutput, value: torch
     return layouts.shard(value, fused.dim + 1)
 
 
-def _view_layout(layouts: Layouts, n: fx.Node, fused: FusedOutput, value: torch.Tensor, given: Any) -> Any:
+def _view_layout(layouts: LayoutRecords, n: fx.Node, fused: FusedOutput, value: torch.Tensor, given: Any) -> Any:
     """Return a view with the parts, or the heads in them, as a dimension."""
     number, width = value.shape[fused.dim : fused.dim + 2]
     if {*fused.sizes} == {width} and not fused.replicated:
@@ -236,7 +233,7 @@ def _replicated_size_beside(fused: FusedOutput, bound: int) -> int:
     return fused.replicated_size(0, place) if bound >= 0 else fused.replicated_size(place, number)
 
 
-def _record_divided(layouts: Layouts, n: fx.Node, given: Any, replicated: dict[int, int]) -> None:
+def _record_divided(layouts: LayoutRecords, n: fx.Node, given: Any, replicated: dict[int, int]) -> None:
     """Record the leaf indices of arguments that differ on one rank, with the replicated size in each."""
     values, ranks = leaves(given), layouts.mesh.size()
     changed = {place: each for place, each in replicated.items() if local_size(values[place], ranks, each) != values[place]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,11 +16,9 @@ from slapo_tracing.nodes import autocast_state, function_name
 
 from ...communication._torch_private import StridedShard
 from ...syncs.sharded_norms import norm_in, norm_of, variance_in
+from .layout_records import LayoutRecords
 from .node_values import as_meta, has_gradient, parameters_of, returns_several_tensors
 from .size_arguments import leaves, with_leaves
-
-if TYPE_CHECKING:
-    from .layouts import Layouts
 
 _MAX_CHOICES = 256
 _SUMS = ("sum", "mean")
@@ -34,11 +32,14 @@ def in_full_precision(values: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in _HALF_PRECISION else value, values)
 
 
-def run_on_cut_values(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+def run_on_cut_values(layouts: LayoutRecords, n: fx.Node, args: Any, kwargs: Any) -> Any:
     """Run a node on whole tensors cut along dimensions of the sharded sizes; raise ``ValueError`` if no choice fits."""
     given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
     is_fused = bool(layouts.blocks_of(n))
-    allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) and not is_fused else parameters_of
+    meets_activations = any(
+        other in layouts.sources.keys() - layouts.replicated_parts - layouts.weights for other in n.all_input_nodes
+    )
+    allowed = partial(may_cut, layouts) if meets_activations and not is_fused else parameters_of
     is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
     shards = [each for each in given if isinstance(each, DTensor)]
     sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard | StridedShard)}
@@ -86,7 +87,7 @@ def _blocks(shards: list[DTensor]) -> tuple[int, ...]:
     return ()
 
 
-def _shard_of(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
+def _shard_of(layouts: LayoutRecords, whole: torch.Tensor, dim: int, blocks: tuple[int, ...]) -> DTensor:
     if sum(blocks) != whole.shape[dim] or any(block % layouts.mesh.size() for block in blocks):
         return layouts.shard(whole, dim)
     local = torch.empty_like(whole.chunk(layouts.mesh.size(), dim)[0])
@@ -94,7 +95,7 @@ def _shard_of(layouts: Layouts, whole: torch.Tensor, dim: int, blocks: tuple[int
     return DTensor.from_local(local, layouts.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+def _run_with_reduced_statistics(layouts: LayoutRecords, n: fx.Node, args: Any, kwargs: Any) -> Any:
     """Run a norm or a variance over the sharded dimension alone; raise ``ValueError`` for any other node."""
     x = args[0] if args else None
     if isinstance(x, DTensor) and _has_statistics(layouts, n):
@@ -117,23 +118,18 @@ def _run_with_reduced_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs
     raise ValueError("the operation needs all of a value that is sharded")
 
 
-def _has_statistics(layouts: Layouts, n: fx.Node) -> bool:
+def _has_statistics(layouts: LayoutRecords, n: fx.Node) -> bool:
     if n.op == "call_module":
         return norm_of(layouts.fetch_attr(str(n.target))) is not None
     return norm_in(n) is not None or variance_in(n) is not None
 
 
-def needs_statistics(layouts: Layouts, n: fx.Node) -> bool:
+def needs_statistics(layouts: LayoutRecords, n: fx.Node) -> bool:
     """Return whether a node is a norm, a sum, a mean or a variance."""
     return function_name(n) in _SUMS or _has_statistics(layouts, n)
 
 
-def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
-    """Return whether a node has sharded inputs that are not computed from parameters alone."""
-    return any(other in layouts.sources.keys() - layouts.replicated_parts - layouts.weights for other in n.all_input_nodes)
-
-
-def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
+def may_cut(layouts: LayoutRecords, node: fx.Node, of_layers: bool = True) -> bool:
     """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
 
     With ``of_layers``, the reduced outputs of row-parallel layers count as reductions.
@@ -151,14 +147,18 @@ def _derives_from_argument(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def _derives_from_reductions(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
+def _derives_from_reductions(layouts: LayoutRecords, node: fx.Node, of_layers: bool) -> bool:
     """Return whether all inputs of a value with gradients are reduced values, shared layers or parameters."""
     if node in layouts.reductions or node in layouts.norms or str(node.target) in layouts.shared:
         return True
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
     if of_layers and split is not None and split.output == "reduced":
         return True
-    if node.op in ("placeholder", "get_attr") or (node.op == "call_module" and _is_opaque(layouts, str(node.target))):
+    path = str(node.target)
+    is_call = node.op == "call_module"
+    if node.op in ("placeholder", "get_attr") or (
+        is_call and (path in layouts.opaque or layouts.is_layer(layouts.fetch_attr(path)))
+    ):
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
@@ -167,11 +167,7 @@ def _derives_from_reductions(layouts: Layouts, node: fx.Node, of_layers: bool) -
     return bool(found) and all(_derives_from_reductions(layouts, other, of_layers) for other in found)
 
 
-def _is_opaque(layouts: Layouts, path: str) -> bool:
-    return path in layouts.opaque or bool(layouts.is_layer(layouts.fetch_attr(path)))
-
-
-def cut_dim(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
+def cut_dim(layouts: LayoutRecords, node: fx.Node, other: fx.Node) -> int | None:
     """Return the dimension along which an argument of a node is cut; None if it is used whole or cut by blocks."""
     if layouts.blocks_of(node) or node in layouts.cut_blocks:
         return None
@@ -180,6 +176,6 @@ def cut_dim(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def may_reduce(layouts: Layouts, n: fx.Node) -> bool:
+def may_reduce(layouts: LayoutRecords, n: fx.Node) -> bool:
     """Return whether a partial result may be reduced: of a product with parameters, or a sum or mean of one value."""
     return needs_statistics(layouts, n) or any(other in layouts.weights or parameters_of(other) for other in n.all_input_nodes)

@@ -7,15 +7,13 @@ replicated. DTensor's rules propagate the layouts. An operation that would have 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torch.func import functional_call
+from torch import fx
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
 from slapo_core import TraceError
@@ -25,11 +23,9 @@ from ...communication._torch_private import no_redistribution
 from ...rules.convolutions import channel_dim
 from ...rules.norms import counts_channels_only, has_batch
 from ...syncs.sharded_norms import norm_of
-from .divided_sizes import record_divided_arguments, record_sizes_to_divide
-from .function_probe import check_on_random_shards, is_autograd_function, probe_operator
 from .fused_outputs import FusedOutput, propagate_fused
 from .layout_adaptation import in_full_precision, may_reduce, run_on_cut_values
-from .layout_error import NOT_DIVISIBLE, LayoutError
+from .layout_records import NOT_DIVISIBLE, LayoutError, LayoutRecords
 from .node_values import (
     UnknownObject,
     as_meta,
@@ -38,117 +34,16 @@ from .node_values import (
     parameters_of,
     returns_float_tensors,
     returns_several_tensors,
-    run_by_heads,
 )
-from .parallel_branches import Branches
-from .size_arguments import leaves
-from .split_specs import LayerSplit, ParameterSplit
+from .size_arguments import leaves, record_divided_arguments, record_sizes_to_divide
+from .split_specs import VIEWS, LayerSplit, ParameterSplit
 
 _CALLED_BOTH_WAYS = "the layer is called with a sharded input and with a whole one"
-_VIEWS = ("view", "reshape", "unflatten")
 _GRADIENT_PROPERTIES = ("is_grad_enabled", "requires_grad", "is_leaf")
 
 
-class Layouts(fx.Interpreter):
-    """Dry run of a graph.
-
-    Args:
-        graph_module: Traced module, or the module that ``graph`` belongs to. Its layers are whole.
-        mesh: Tensor-parallel group as a mesh of one dimension.
-        candidates: Path of a layer to its split if its input is replicated. Other layers stay whole then.
-        sharded_fills: Nodes that fill a tensor with one number, to the dimension along which each rank makes its shard only.
-        is_layer: Returns whether a module can be split, or with a second argument whether its output can be ``"sharded"``,
-            ``"partial"`` or ``"kept"``.
-        replicated_modules: Modules that are never split.
-        graph: Graph to run. None for that of the traced module.
-        adapted_nodes: Nodes that may cut a whole value, or reduce its gradient, where it meets sharded values.
-        returns_shards: Whether results of the graph may be sharded.
-        opaque: Paths of modules that cannot be traced. They accept whole values only.
-        parameters: Name of each split parameter that a forward uses directly, to its split.
-        shared: Whole layers and parameters whose results may meet sharded values.
-        cuts_inputs: Whether graph inputs with gradients may be cut as parameters are.
-        branches: Branches that ranks run some each.
-        reduced_per_use: Names of whole parameters with whole uses as well. Each sharded use has its gradient summed by itself.
-        cuts_only: Adapted nodes only cut parameters and constants, so that nothing is sent.
-
-    Attributes:
-        splits: Split of each layer. Other layers stay whole.
-        local_shapes: Shapes of sharded values on one rank.
-        sources: Layers that the sharding of a value comes from.
-        partial_parameters: Replicated parameters with a partial gradient, by name, to a node that uses them on sharded values.
-        partial_uses: Uses of such parameters: the node, the value computed from them or None, and their names.
-        sizes_to_divide: Whole sizes among a node's arguments that must be divided for it to run on a shard.
-        divided_arguments: Leaf indices of these sizes in the arguments, to the elements of each that all ranks hold.
-        cut_arguments: Leaf indices of whole arguments that are cut, to the dimension.
-        cut_blocks: Block sizes of arguments that are cut block by block.
-        reduced_gradients: Whole values that a node uses on each rank's shard. Their gradients are summed.
-        weights: Nodes computed from split parameters alone.
-        parameter_owners: Paths of the modules that hold these parameters.
-        joint_branches: Branches by the node that joins them.
-        branch_of: Branches by each node inside them.
-        reductions: Nodes whose partial result is reduced at once, to ``"sum"`` or ``"avg"``.
-        norms: Norms and variances over the sharded dimension. Their statistics are reduced.
-        called_whole: Paths of modules that are called with whole values and are not split there.
-        sharded_calls: Calls of layers with sharded inputs, to the sources of these.
-        data_dependent_nodes: Nodes whose result shapes follow from data.
-        first_rank_values: Nodes whose partial results are summed, to the leaf index of the whole argument that counts once.
-        local_arguments: Leaves of a node's arguments on one rank, for nodes that take parts out of fused outputs.
-        replicated_parts: Nodes whose value every rank holds whole with a partial gradient: parts of fused outputs.
-    """
-
-    def __init__(
-        self,
-        graph_module: nn.Module,
-        mesh: DeviceMesh,
-        candidates: Mapping[str, LayerSplit],
-        sharded_fills: Mapping[fx.Node, int],
-        is_layer: Any,
-        replicated_modules: Collection[nn.Module] = (),
-        graph: fx.Graph | None = None,
-        adapted_nodes: Collection[fx.Node] = (),
-        returns_shards: bool = False,
-        opaque: Collection[str] = (),
-        parameters: Mapping[str, ParameterSplit] | None = None,
-        shared: Collection[str] = (),
-        cuts_inputs: bool = False,
-        branches: Collection[Branches] = (),
-        reduced_per_use: Collection[str] = (),
-        cuts_only: bool = False,
-    ) -> None:
-        super().__init__(graph_module, graph=graph)
-        self.cuts_inputs, self.reduced_per_use, self.cuts_only = cuts_inputs, reduced_per_use, cuts_only
-        self.joint_branches = {each.joint: each for each in branches}
-        self.branch_of = {node: each for each in branches for node in each.all_nodes}
-        self.adapted_nodes, self.returns_shards, self.opaque = adapted_nodes, returns_shards, opaque
-        self.extra_traceback = False  # the search only reads the message
-        self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
-        self.candidates, self.sharded_fills, self.replicated_modules = candidates, sharded_fills, replicated_modules
-        self.splits: dict[str, LayerSplit] = {}
-        self.local_shapes: dict[fx.Node, tuple[int, ...]] = {}
-        self.sources: dict[fx.Node, frozenset[str]] = {}
-        self.partial_parameters: dict[str, fx.Node] = {}
-        self.partial_uses: list[tuple[fx.Node, fx.Node | None, list[str]]] = []
-        self.sizes_to_divide: dict[fx.Node, tuple[int, ...]] = {}
-        self.divided_arguments: dict[fx.Node, dict[int, int]] = {}
-        self.cut_arguments: dict[fx.Node, dict[int, int]] = {}
-        self.cut_blocks: dict[fx.Node, tuple[int, ...]] = {}
-        self.reduced_gradients: dict[fx.Node, set[fx.Node]] = {}
-        self.parameters, self.shared = parameters or {}, shared
-        self.parameter_owners = {name.rpartition(".")[0] for name, split in self.parameters.items() if split.owner is None}
-        self.weights, self.replicated_parts = set[fx.Node](), set[fx.Node]()
-        self.blocks: dict[fx.Node, tuple[int, ...]] = {}
-        self.reductions: dict[fx.Node, str] = {}
-        self.norms: set[fx.Node] = set()
-        self.first_rank_values: dict[fx.Node, int] = {}
-        self.local_arguments: dict[fx.Node, list[Any]] = {}
-        self.called_whole: set[str] = set()
-        self.sharded_calls: dict[fx.Node, frozenset[str]] = {}
-        self.data_dependent_nodes: list[fx.Node] = []
-        # filled by SequenceLayouts
-        self.partial_gradients: dict[fx.Node, Any] = {}
-        self.sequence_collectives: Mapping[tuple[str, str], Any] = {}
-        self.input_gradient_reduced: dict[str, bool] = {}
-        self.scatter_axes: dict[str, int] = {}
+class Layouts(LayoutRecords):
+    """Dry run of a graph; arguments and attributes are those of ``LayoutRecords``."""
 
     def check(self) -> None:
         """Run the graph.
@@ -204,13 +99,9 @@ class Layouts(fx.Interpreter):
             raise LayoutError(self, n, "the parts of a fused projection are used together")
         return self._record_fused(n, FusedOutput(as_meta(n.meta["val"]), blocks, placement.dim))
 
-    def blocks_of(self, n: fx.Node) -> tuple[int, ...]:
-        """Return the block sizes of the fused parameter, or a value computed from one, that enters a node; empty for none."""
-        return next((self.blocks[other] for other in n.all_input_nodes if other in self.blocks), ())
-
     def _reason_against(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
-        if function_name(n) in _VIEWS and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
+        if function_name(n) in VIEWS and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
             number, size = value.shape[-2:] if value.dim() > 1 else (0, 0)
             if value.dim() == given.dim() + 1 and number * size == given.shape[-1] and number % self.mesh.size():
                 return f"{number} heads, or whatever has size {size} here, are {NOT_DIVISIBLE} {self.mesh.size()} ranks"
@@ -333,19 +224,6 @@ class Layouts(fx.Interpreter):
             return self._module_node(n, args, kwargs)
         return self.call_node(n, args, kwargs)
 
-    def call_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        if n.target is torch.cat:  # DTensor's rule for cat fails on empty tensors
-            args = ([value for value in args[0] if value.numel()], *args[1:])
-        try:
-            value = getattr(self, n.op)(n.target, args, kwargs)
-            if is_autograd_function(n.target):
-                check_on_random_shards(n.target, args, kwargs, value, self.mesh.size())
-            return value
-        except NotImplementedError:
-            return probe_operator(n, args, kwargs, self.mesh)
-        except RuntimeError:
-            return run_by_heads(function_name(n), args, kwargs)
-
     def _adapted_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
             return self.call_node(n, args, kwargs) if n.op != "call_module" else self.call_on_meta(n, args, kwargs)
@@ -384,12 +262,6 @@ class Layouts(fx.Interpreter):
         self._record_split(path, LayerSplit("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
-
-    def call_on_meta(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Call a module with its whole parameters and buffers as meta tensors."""
-        module = self.fetch_attr(str(n.target))
-        state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
-        return functional_call(module, state, args, kwargs)
 
     def parameter_names(self, path: str) -> list[str]:
         """Return the names of the parameters of a module, with those of its children."""
@@ -451,14 +323,6 @@ class Layouts(fx.Interpreter):
         self.partial_parameters.update(dict.fromkeys(names, n))
         self.partial_uses.append((n, other, names))
 
-    def shard(self, whole: torch.Tensor, dim: int) -> DTensor:
-        size = self.mesh.size()
-        if whole.shape[dim] % size:
-            raise ValueError(f"size {whole.shape[dim]} is {NOT_DIVISIBLE} {size} ranks")
-        placements: list[Placement] = [Shard(dim)]
-        local = torch.empty_like(whole.chunk(size, dim)[0])  # dense, like the output of a layer
-        return DTensor.from_local(local, self.mesh, placements, run_check=False)
-
     def _record_value(self, n: fx.Node, value: Any) -> Any:
         for part in _sharded_leaves(value):
             if isinstance(part, DTensor) and isinstance(placement := part.placements[0], Partial):
@@ -476,10 +340,6 @@ class Layouts(fx.Interpreter):
         elif isinstance(value, torch.Tensor) and n not in self.replicated_parts:
             self.sources.pop(n, None)  # only metadata of a sharded value was used, as of size()
         return value
-
-    def fetch_attr(self, target: str) -> Any:
-        value = super().fetch_attr(target)
-        return as_meta(value) if isinstance(value, torch.Tensor) else value
 
 
 def _sharded_leaves(value: Any) -> Iterator[Any]:

@@ -135,7 +135,7 @@ class _Finder:
         inside = frozenset[fx.Node]().union(*nodes)
         for each in nodes:
             names = {name: node for node in each for name in self._names.get(node, ())}
-            if any(self._stays_whole(name) for name in names):
+            if any(name == path or name.startswith(f"{path}.") for name in names for path in self._without):
                 return None
             alone = {name for name in names if self._uses[id(self._named[name])] <= each}
             if any(not self._named[name].dim() for name in alone):
@@ -148,9 +148,6 @@ class _Finder:
                 if names[name].op == "call_module":
                     shared.setdefault(names[name], []).append(name)
         return tuple(own), shared
-
-    def _stays_whole(self, name: str) -> bool:
-        return name in self._without or any(name.startswith(f"{path}.") for path in self._without)
 
     def _can_be_left_out(self, branches: Branches) -> bool:
         """Return whether a branch can be skipped: it writes nothing outside, and all branches have the same outside inputs."""

@@ -61,11 +61,8 @@ class BackendSync(Sync):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         """Return a new view of the input, by which the first-run check tells the gradient of this use."""
-        return map_first_input(_new_tensor, args, kwargs) if self.mode == "bwd_post" else None
-
-
-def _new_tensor(x: torch.Tensor) -> torch.Tensor:
-    return x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x
+        new = lambda x: x.view_as(x) if x.requires_grad and torch.is_grad_enabled() else x  # noqa: E731
+        return map_first_input(new, args, kwargs) if self.mode == "bwd_post" else None
 
 
 def backend_of(schedule: Schedule, name: object) -> LayerBackend:
@@ -91,11 +88,6 @@ def _unknown_backend_message(schedule: Schedule, name: object, found: Iterable[s
     install = [] if "megatron" in found else ["'megatron' comes with slapo-megatron, pip install slapo-megatron"]
     known = ", ".join(map(repr, sorted(found))) or "none"
     return "; ".join([f"no backend {name!r}", f"{guess}available: {known}", *install, *failed])
-
-
-def split_modules(schedule: Schedule) -> set[nn.Module]:
-    """Return the modules of which this rank has a shard."""
-    return {module for module in schedule.mod.modules() if split_of(module) is not None}
 
 
 def replace_layers(

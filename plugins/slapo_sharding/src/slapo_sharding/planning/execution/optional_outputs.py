@@ -45,12 +45,7 @@ ATTENTIONS = OptionalOutput(
 
 
 class OptionalOutputGuard:
-    """Forward hook of a split model that refuses to return a shard.
-
-    Args:
-        path: Path of the model, for the error.
-        extras: Optional outputs that are shards.
-    """
+    """Forward hook of the split model at ``path`` that refuses to return the optional outputs that are shards."""
 
     traced = True  # tracing may inline it, as it changes no value
 

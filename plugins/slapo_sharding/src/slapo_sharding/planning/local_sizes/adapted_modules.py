@@ -15,12 +15,7 @@ from ..sequence.sequence_layouts import SEQUENCE
 
 
 class SharedParameterError(ValueError):
-    """Error of a parameter that enters a module running from a graph and is used elsewhere too.
-
-    Args:
-        message: One sentence.
-        layers: Layers whose sharded outputs meet the parameter.
-    """
+    """Error of a parameter that enters a module running from a graph, meets the outputs of ``layers`` and is used elsewhere."""
 
     def __init__(self, message: str, layers: Collection[str]) -> None:
         super().__init__(message)
@@ -70,19 +65,19 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
     Raises:
         SharedParameterError: a whole input of such a module comes from a parameter that is used elsewhere on shards too.
     """
-    summed, own = set[str](), set(layouts.partial_parameters)
+    summed, own = set[str](), []
     for node, other, names in layouts.partial_uses:
         owner = next((path for path in paths if _runs_inside(node, path)), None)
         if owner is not None and other is not None and _comes_from_outside(other, owner):
             summed |= {*names}
-    for node, other, names in layouts.partial_uses:
-        owner = next((path for path in paths if _runs_inside(node, path)), None)
-        is_own = owner is None or other is None or not _comes_from_outside(other, owner)
-        if is_own and (both := summed & {*names}):
+        else:
+            own.append((node, names))
+    for node, names in own:
+        if both := summed & {*names}:
             place = f"in {node.meta.get('module')!r} and by a module that runs from a graph"
             what = f"{min(both)!r} is used on sharded values {place}"
             raise SharedParameterError(what, layouts.sources.get(node, frozenset()))
-    return own - summed
+    return layouts.partial_parameters.keys() - summed
 
 
 def num_reduced_gradients(layouts: Layouts, path: str) -> int:
@@ -128,12 +123,11 @@ def _sharded_at_boundary(layouts: Layouts, path: str) -> Iterator[fx.Node]:
             is_own = other.op == "get_attr" and is_inside(str(other.target).rpartition(".")[0], path)
             if (is_own or _runs_inside(other, path)) != inside and other in layouts.sources:
                 is_result = not inside and layouts.sources[other] == {SEQUENCE}
-                if not is_result or _sizes_sequence(layouts, path):
+                sized = (
+                    SEQUENCE in layouts.sources.get(each, ()) and _runs_inside(each, path) for each in layouts.sizes_to_divide
+                )
+                if not is_result or any(sized):
                     yield other
-
-
-def _sizes_sequence(layouts: Layouts, path: str) -> bool:
-    return any(_runs_inside(node, path) and SEQUENCE in layouts.sources.get(node, ()) for node in layouts.sizes_to_divide)
 
 
 def _runs_inside(node: fx.Node, path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from slapo_tracing.nodes import function_name
 
-from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply_function, num_ranks
+from ...communication.collectives import Group, all_reduce, all_reduce_grad, apply_function, num_ranks, on_first_rank
 from ...syncs.sharded_norms import mean_over_group, norm_in, norm_of, variance_in
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches
@@ -38,7 +38,11 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
     """
     graph, ranks = layouts.graph, layouts.mesh.size()
     summed: dict[fx.Node, fx.Node] = {}
-    uses = {node: _leaf_indices(node, found) for node, found in layouts.reduced_gradients.items()}
+    given = {node: leaves((node.args, node.kwargs)) for node in layouts.reduced_gradients}  # before arguments change
+    uses = {
+        node: [place for place, each in enumerate(given[node]) if each in found]
+        for node, found in layouts.reduced_gradients.items()
+    }
     for branches in layouts.joint_branches.values():
         _keep_own_branches(branches, ranks, group)
     for node in list(graph.nodes):
@@ -58,7 +62,8 @@ def divide_graph(layouts: Layouts, group: Group) -> None:
                 _reduce_statistics(layouts, node, group)
         elif op := layouts.reductions.get(node):
             with graph.inserting_after(node):
-                _insert_reduction(node, op == "avg", group)
+                made = _new_call(node, mean_over_group if op == "avg" else all_reduce, node, group)
+            node.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
     graph.lint()
 
 
@@ -108,16 +113,6 @@ class _EmptyParameterGradients(torch.autograd.Function):
         return grad, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-def on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return ``x`` on the first rank and zeros elsewhere, for a sum over ranks; the gradient of ``x`` is whole on all ranks."""
-    return x if group is None or group.rank() == 0 else x - x.detach()
-
-
-def _insert_reduction(node: fx.Node, is_mean: bool, group: Group) -> None:
-    made = _new_call(node, mean_over_group if is_mean else all_reduce, node, group)
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-
-
 def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
     """Replace a norm or variance by one with reduced statistics."""
     graph = node.graph
@@ -139,11 +134,6 @@ def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
         made.kwargs = {**held, "eps": module.eps}
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
     graph.erase_node(node)
-
-
-def _leaf_indices(node: fx.Node, found: Collection[fx.Node]) -> list[int]:
-    """Return the leaf indices of some values in the arguments of a node, before the arguments change."""
-    return [place for place, value in enumerate(leaves((node.args, node.kwargs))) if value in found]
 
 
 def _cut_arguments(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Group, summed: dict[fx.Node, fx.Node]) -> None:
@@ -215,3 +205,27 @@ def _new_call(node: fx.Node, function: Any, *args: Any) -> fx.Node:
     made = node.graph.call_function(function, args)
     made.meta.update({key: node.meta[key] for key in ("source", "module", "regions", "is_rewrite") if key in node.meta})
     return made
+
+
+_LIKE_SHAPE = {"view_as": "view", "reshape_as": "reshape"}
+_LIKE_TYPE = frozenset(("type_as", "to"))
+
+
+def without_prototypes(graph: fx.Graph) -> None:
+    """Replace tensor arguments that are prototypes by their shape or dtype: neither their data nor their gradient is used.
+
+    Rewrite:
+        x.view_as(y)             -->  x.view(*sizes of y)
+        x.type_as(y) or x.to(y)  -->  x.to(dtype of y)
+    """
+    for node in graph.find_nodes(op="call_method"):
+        name = function_name(node)
+        values: list[Any] = [given.meta.get("val") if isinstance(given, fx.Node) else None for given in node.args]
+        if node.kwargs or len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
+            continue
+        if name in _LIKE_SHAPE:
+            node.target, node.args = _LIKE_SHAPE[name], (node.args[0], *values[1].shape)
+        elif name in _LIKE_TYPE:
+            given, prototype = values
+            device = () if given.device == prototype.device else (prototype.device,)
+            node.target, node.args = "to", (node.args[0], *device, prototype.dtype)

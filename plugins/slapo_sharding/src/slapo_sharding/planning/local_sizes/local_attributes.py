@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -27,12 +27,7 @@ _MAX_ATTRIBUTES = 4  # attribute names set together
 
 
 class Difference(NamedTuple):
-    """Difference between this rank's model and the dry run.
-
-    Args:
-        reason: One sentence.
-        module: Path of the module whose forward differs.
-    """
+    """Difference between this rank's model and the dry run: a sentence, and the path of the module whose forward differs."""
 
     reason: str
     module: str
@@ -94,7 +89,9 @@ def make_attributes_local(
     if first is None:
         return None
     for local in _choices([count for count in found if not count.is_local]):
-        if not _can_explain(layouts, {count.key: count.value // size for count in local}, size):
+        values = {count.key: count.value // size for count in local}
+        sizes = ((node, whole) for node, found in layouts.sizes_to_divide.items() for whole in found)
+        if not all(can_become(node, whole, whole // size, values) for node, whole in sizes):  # cheaper than a trace
             continue
         for count in local:
             count.set(count.value // size)
@@ -112,12 +109,6 @@ def _choices(found: list[SizeAttribute]) -> Iterator[list[SizeAttribute]]:
         yield [count for count in found if (count.name, count.in_config) in chosen]
 
 
-def _can_explain(layouts: Layouts, values: Mapping[AttributeKey, int], size: int) -> bool:
-    """Return False if a size to divide cannot come from these attributes; this is cheaper than a trace."""
-    found = ((node, whole) for node, sizes in layouts.sizes_to_divide.items() for whole in sizes)
-    return all(can_become(node, whole, whole // size, values) for node, whole in found)
-
-
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
     """Return the first difference between the graph of this rank's model and the dry run, or None.
 
@@ -126,7 +117,12 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         local: Flat graph of the model on this rank.
         apart: Paths of modules that are single calls in ``local``.
     """
-    ours, theirs = ([node for node in graph.nodes if _is_call(node)] for graph in (layouts.graph, local.graph))
+    # a node that only changes a mode does not count, as every node records its modes
+    calls = (
+        [node for node in of.nodes if node.op.startswith("call") and not is_mode_node(node)]
+        for of in (layouts.graph, local.graph)
+    )
+    ours, theirs = calls
     theirs = [node for node in theirs if not _is_part_of_call(node, apart)]
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
@@ -152,11 +148,6 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
     if len(ours) == len(theirs):
         return None
     return Difference(f"the forward has {len(theirs)} operations instead of {len(ours)}", "")
-
-
-def _is_call(node: fx.Node) -> bool:
-    """Return whether a node is a call that does more than change a mode; every node records its modes."""
-    return node.op.startswith("call") and not is_mode_node(node)
 
 
 def _difference_at(node: fx.Node, reason: str) -> Difference:

@@ -24,14 +24,13 @@ from slapo_tracing.tracers import LeafKind, trace_again, trace_value
 from ...communication._torch_private import fake_mesh
 from ...communication.collectives import Group
 from ...rules.parametrizations import no_parametrization_in_forward
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
 from ..dry_run.size_arguments import leaves
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
-from .graph_division import divide_graph
+from .graph_division import divide_graph, without_prototypes
 from .size_origins import strip_origins
-from .tensor_prototypes import without_prototypes
 
 _MAX_CALLS, _MAX_GRAPHS = 256, 8
 _KEPT_ATTRIBUTES = {*vars(nn.Module()), *WRAPPER_ATTRIBUTES} - {"training"}
@@ -110,7 +109,11 @@ class LocalForward(Hidden):
             TraceError: the forward cannot be traced, or its layers cannot be split like this.
         """
         args, kwargs = split_inputs(example_inputs, root)
-        kinds: Callable[[str, nn.Module], LeafKind] = lambda path, child: "inline" if self._is_inlined(path, target) else "leaf"  # noqa: E731
+        below = f"{target}." if target else ""
+
+        def kinds(path: str, child: nn.Module) -> LeafKind:
+            return "inline" if path.removeprefix(below) in self._plan.inlined else "leaf"
+
         with _no_parametrization(root.get_submodule(target)):
             traced = trace_value(root, args, kwargs, kinds, target, symbolic=True, assigned="returned")
         try:
@@ -118,9 +121,6 @@ class LocalForward(Hidden):
         except LayoutError as err:
             raise TraceError(str(err)) from err
         return self.num_summed
-
-    def _is_inlined(self, path: str, target: str) -> bool:
-        return path.removeprefix(f"{target}." if target else "") in self._plan.inlined
 
     def install(self) -> None:
         """Replace the module's forward, with attributes as in the unmodified module: a shard step may have made some local."""

@@ -6,6 +6,7 @@ whose backward is a reduce-scatter. All values computed from it, and all whole v
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,12 +17,10 @@ from torch.utils import _pytree as pytree
 from slapo_tracing.nodes import function_name
 
 from ...syncs.sync_hooks import map_first_input
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient, parameters_of
-from .module_boundaries import Boundary, boundary
-from .sequence_plan import BoundaryCollective, SequencePlan
-from .token_order import depends_on_token_order
+from .module_boundaries import Boundary, BoundaryCollective, SequencePlan, boundary
 
 _SIZE_ARGUMENTS = ("view", "reshape", "expand", "unflatten")
 _MERGES = ("view", "reshape", "flatten", "squeeze")
@@ -116,7 +115,7 @@ class SequenceLayouts(Layouts):
             self._check_split(n, value)
         draws, is_sharded = n.op == "call_module" and n.meta.get("draws"), n in self.local_shapes
         if draws and self.random_modules.setdefault(n.target, is_sharded) != is_sharded:
-            raise LayoutError(self, self._with_sources(n), "it draws random numbers for a sharded value and for a whole one")
+            raise LayoutError(self, n, "it draws random numbers for a sharded value and for a whole one")
         self._track_gathered(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is boundary else (str(n.target), "fwd_post")
         collective = self.plan.collectives.get(place) if n.op.startswith("call") else None
@@ -154,24 +153,20 @@ class SequenceLayouts(Layouts):
     def _apply_collective(self, n: fx.Node, place: Boundary, collective: BoundaryCollective, value: Any) -> torch.Tensor:
         if collective.op == "all_gather":
             if not self.is_split(n) or not isinstance(value, DTensor) or n in self.flattened:
-                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
+                raise BoundaryError(self, n, place, "a value to gather is whole")
             del self.sources[n], self.local_shapes[n]
             self.gathered[n] = frozenset((place,))
             if collective.backward == "reduce_scatter":
                 self.partial_gradients[n] = self.gathered[n]
             return torch.empty(value.shape, dtype=value.dtype)
         if n in self.sources or not isinstance(value, torch.Tensor) or value.dim() != 3:
-            raise BoundaryError(self, self._with_sources(n), place, "a value to scatter is split already")
+            raise BoundaryError(self, n, place, "a value to scatter is split already")
         if n in self.partial_gradients:
-            raise PartialGradientError(self, self._with_sources(n), self.partial_gradients[n])
+            raise PartialGradientError(self, n, self.partial_gradients[n])
         self.gathered.pop(n, None)
         self.sources[n] = frozenset((SEQUENCE,))
         self.local_shapes[n] = (value.shape[0], value.shape[1] // self.mesh.size(), value.shape[2])
         return self.shard(value, 1).contiguous()
-
-    def _with_sources(self, n: fx.Node) -> fx.Node:
-        self.sources.setdefault(n, frozenset())
-        return n
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -181,7 +176,7 @@ class SequenceLayouts(Layouts):
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.collectives[place].op != "all_gather":
-                raise BoundaryError(self, self._with_sources(n), place, "a value to gather is whole")
+                raise BoundaryError(self, n, place, "a value to gather is whole")
             if not self.flattened.isdisjoint(n.all_input_nodes):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
@@ -234,7 +229,7 @@ class SequenceLayouts(Layouts):
             return
         module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
         if (module is None or not self.is_layer(module)) and depends_on_token_order(n, module, self.reordered):
-            raise LayoutError(self, self._with_sources(n), "its tokens are in another order")
+            raise LayoutError(self, n, "its tokens are in another order")
         self.reordered.add(n)
 
     def _track_gathering_layer(self, n: fx.Node, gathers: bool) -> None:
@@ -252,13 +247,33 @@ class SequenceLayouts(Layouts):
 
     def _record_partial_gradient(self, n: fx.Node, parts: frozenset[Boundary]) -> None:
         if n.op == "output":
-            raise PartialGradientError(self, self._with_sources(n), parts)
+            raise PartialGradientError(self, n, parts)
         for other in n.all_input_nodes:
             if other not in self.partial_gradients and other not in self.sources and has_gradient(other):
                 names = parameters_of(other)
                 if not names:
-                    raise PartialGradientError(self, self._with_sources(n), parts)
+                    raise PartialGradientError(self, n, parts)
                 self._record_partial(n, other, names)
         if n.op == "call_module":
             self._record_partial(n, None, self.parameter_names(str(n.target)))
         self.partial_gradients[n] = parts
+
+
+_ELEMENTWISE = frozenset(
+    "add sub mul div truediv neg pow sqrt rsqrt exp tanh sigmoid erf relu gelu silu leakyrelu leaky_relu elu softplus dropout "
+    "clamp identity contiguous to float half bfloat16 type_as".split()
+)
+
+
+def depends_on_token_order(node: fx.Node, module: nn.Module | None, reordered: Collection[fx.Node]) -> bool:
+    """Return whether the result for a token may depend on the order of the ``reordered`` tokens in ``[tokens, width]``.
+
+    A local shard of ``[batch, sequence, width]`` that is flattened and then gathered has its tokens in another order than in
+    the unmodified model. Elementwise operations are unaffected, and so are linear layers, which are not asked about. A
+    reduce-scatter restores the order.
+    """
+    name = function_name(node)
+    if module is not None:
+        name = type(module).__name__.lower() if type(module).__module__.startswith("torch.nn.") else ""
+    others = [other.meta.get("val") for other in node.all_input_nodes if other not in reordered]
+    return name not in _ELEMENTWISE or not all(isinstance(value, torch.Tensor) and value.dim() < 2 for value in others)

@@ -14,11 +14,10 @@ import torch
 from torch import fx, nn
 
 from ...splitting.module_paths import without_block_numbers
-from ..dry_run.layout_error import LayoutError
+from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
-from .module_boundaries import Boundary, boundary
+from .module_boundaries import Backward, Boundary, BoundaryCollective, SequencePlan, boundary
 from .sequence_layouts import BoundaryError, LengthError, MixedUseError, PartialGradientError, SequenceLayouts
-from .sequence_plan import Backward, BoundaryCollective, SequencePlan
 
 _MAX_DRY_RUNS = 200  # every dry run adds to the plan
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,19 +21,20 @@ from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from slapo_core import gather_objects, get_logger
-from slapo_tracing.nodes import Snapshot
+from slapo_tracing.nodes import Snapshot, in_function_transform, is_metadata, model_source, name_of
 from slapo_tracing.recording import PythonRandomState
 
-from ...communication import collectives
-from ...communication._torch_private import no_modes
-from ...communication.collectives import Group
-from ...rules.sharding_rule import split_of
-from ...splitting.attention_heads import counts_verified
-from ...syncs.sync_hooks import REDUCING, syncs_of
-from ..value_tracking.op_rules import SAME
-from ..value_tracking.tracked_value import TrackedValue
-from .call_records import CallRecords, first_difference
+from ..communication import collectives
+from ..communication._torch_private import no_modes
+from ..communication.collectives import Group
+from ..rules.sharding_rule import returns_shard, split_of
+from ..splitting.attention_heads import counts_verified
+from ..syncs.sync_hooks import REDUCING, syncs_of
 from .module_rerun import Rerun, rerun_obstacle
+from .value_tracking.tracked_value import SAME, TrackedValue, tensors_in
+
+_NEAR = 1e-3
+
 
 _CUTTING = ("scatter", "reduce_scatter", "all_to_all")
 _GATHERING = ("all_gather", "function")
@@ -194,8 +196,7 @@ class ModuleComparison:
 
 
 def _returns_parts(module: nn.Module) -> bool:
-    applied = split_of(module)
-    if applied is not None and applied.returns_shard:
+    if returns_shard(module):
         return not any(sync.op in _GATHERING for sync in syncs_of(module, "fwd_post"))
     return any(sync.op in _CUTTING for sync in syncs_of(module) if sync.mode in ("fwd_pre", "fwd_post"))
 
@@ -261,3 +262,54 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+class Record(NamedTuple):
+    """Tensor that the function ``name``, called at ``line``, returned."""
+
+    name: str
+    line: str
+    shape: tuple[int, ...]
+    power: float
+    """Sum of the squares of its elements."""
+
+
+class CallRecords(list[Record]):
+    """List of the tensors that torch functions returned in a run, in order."""
+
+    def __call__(self, func: Any, result: Any) -> None:
+        """Add the result of a function, or the inputs of a layer."""
+        name = name_of(func)
+        if is_metadata(func, name) or in_function_transform():
+            return
+        line = model_source() or "an unknown line"
+        for x in tensors_in(result):
+            power = float(x.detach().abs().to(torch.float64).nan_to_num(0, 0, 0).square().sum())
+            self.append(Record(name, line, tuple(x.shape), power))
+
+
+def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
+    """Return the line of the first tensor that is no shard of the whole run's. Collective over the group."""
+    gathered: list[list[Record]] = gather_objects([*parts], None, group)
+    everywhere = [list(made) for made in zip(*gathered, strict=False)]
+    line = "an unknown line"
+    for made, expected in zip_longest(everywhere, whole):
+        if made is None or expected is None:
+            return line
+        line = str(made[0].line)
+        if any((each.name, each.line) != (expected.name, expected.line) for each in made):
+            return line
+        total = sum(each.power for each in made)
+        if made[0].shape == expected.shape:
+            total /= len(made)
+            fits = all(_are_close(each.power, expected.power) for each in made)
+        else:
+            sizes = zip(made[0].shape, expected.shape, strict=False)
+            fits = len(made[0].shape) == len(expected.shape) and all(of in (size, size * len(made)) for size, of in sizes)
+        if not fits or not _are_close(total, expected.power):
+            return line
+    return line
+
+
+def _are_close(one: float, other: float) -> bool:
+    return abs(one - other) <= _NEAR * max(abs(one), abs(other))

@@ -4,13 +4,14 @@
     whole:  x -- column layer -- gather -- whole value -- shard ----- row layer -- sum -- y
 
 On whole values every layer computes its shard as before, but its output is gathered and its input is scattered at the layer
-itself. The code between the layers then sees the values of the unmodified model. Syncs do nothing, and attributes have the
-values of the unmodified model. No weight is gathered.
+itself. The code between the layers then sees the values of the unmodified model. Syncs do nothing. No weight is gathered.
+Attributes have the values that they had when the schedule was created: a shard step lets ``num_heads`` count this rank's
+heads, and a user sets ``sch["attn"].mod.heads //= 2``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,17 +22,17 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core import ShardSpec, rng_state, set_rng_state
 from slapo_tracing.nodes import name_of
 
-from ...communication import collectives
-from ...communication._torch_private import no_modes
-from ...communication.collectives import Group
-from ...planning.execution.layer_backends import BackendSync
-from ...rules.sharding_rule import AppliedCut, split_of
-from ...syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
-from . import original_sizes
+from ..communication import collectives
+from ..communication._torch_private import no_modes
+from ..communication.collectives import Group
+from ..planning.execution.layer_backends import BackendSync
+from ..rules.sharding_rule import AppliedCut, split_of
+from ..syncs.sync_hooks import Sync, map_first_input, map_output, syncs_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KNOWN = ("torch.", "deepspeed", "megatron", "slapo_")
@@ -70,7 +71,7 @@ class Rerun(TorchFunctionMode):
                 for context in (torch.no_grad(), no_modes(), _without_hooks(inside, self.is_whole), _copied_buffers(inside)):
                     stack.enter_context(context)
                 if self.is_whole:
-                    stack.enter_context(original_sizes.original_sizes(inside))
+                    stack.enter_context(original_sizes(inside))
                     stack.enter_context(_Communication(self, group))
                 stack.enter_context(self)
                 return self.run_inner_module(module, args, kwargs)
@@ -201,7 +202,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def rerun_obstacle(modules: list[nn.Module]) -> str | None:
     """Return why modules cannot run on whole values, or None."""
-    from ...planning.local_sizes.local_forward import LocalForward  # noqa: PLC0415  (it imports the tracer)
+    from ..planning.local_sizes.local_forward import LocalForward  # noqa: PLC0415  (it imports the tracer)
 
     for module in modules:
         if isinstance(module, torch.fx.GraphModule):
@@ -213,3 +214,63 @@ def rerun_obstacle(modules: list[nn.Module]) -> str | None:
         if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
             return "an engine holds its parameters"
     return None
+
+
+_recorded: Any = WeakIdKeyDictionary()
+"""Module to its size attributes, and those of its config."""
+
+
+def record_sizes(model: nn.Module) -> None:
+    """Record the sizes in the attributes of an unmodified model."""
+    for module in model.modules():
+        if module not in _recorded:
+            _recorded[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
+
+
+@contextmanager
+def original_sizes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the original sizes of modules in the block; sharded layers keep their local sizes."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in modules:
+            for holder, name, value in _divided_attributes(module) if split_of(module) is None else ():
+                changed.append((holder, name, holder[name]))
+                holder[name] = value
+        yield
+    finally:
+        for holder, name, value in reversed(changed):
+            holder[name] = value
+
+
+def _divided_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the attributes whose original values are multiples of the present ones: table, name and original value."""
+    now = dict(_holders(module))
+    for in_config, sizes in _recorded.get(module, ()):
+        table = vars(now[in_config]) if in_config in now else {}
+        for name, value in sizes.items():
+            if _is_multiple(value, table.get(name)):
+                yield table, name, value
+
+
+def _holders(module: nn.Module) -> Iterator[tuple[bool, Any]]:
+    yield False, module
+    if hasattr(config := module.__dict__.get("config"), "__dict__"):
+        yield True, config
+
+
+def _sizes(holder: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(holder).items():
+        if type(value) is int:
+            yield name, value
+        elif type(value) in (list, tuple) and value and all(type(each) is int for each in value):
+            yield name, type(value)(value)
+
+
+def _is_multiple(whole: Any, now: Any) -> bool:
+    """Return whether a size, or one of several, was divided, and no other changed."""
+    if type(whole) is not type(now):
+        return False
+    pairs = [(whole, now)] if isinstance(whole, int) else list(zip(whole, now, strict=False))
+    if not isinstance(whole, int) and len(whole) != len(now):
+        return False
+    return whole != now and all(one == other or (0 < other < one and one % other == 0) for one, other in pairs)
