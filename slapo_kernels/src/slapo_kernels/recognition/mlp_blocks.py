@@ -19,8 +19,7 @@ from ..replacements.fused_ops import BiasActivation, DropoutResidual, FusedOp, G
 from ..replacements.kernel_modules import ExpertGate, FusedForward
 from ..replacements.meta_copies import is_linear, is_stateless, meta_copy
 from .elementwise_regions import KernelMatch, Region, match_kernel
-from .forward_observer import ELEMENTWISE, HALVES, TYPICAL_BATCH, ForwardObserver, StableCalls, inputs_of
-from .forward_signature import tensor_inputs
+from .forward_observer import ELEMENTWISE, HALVES, TYPICAL_BATCH, ForwardObserver, StableCalls, inputs_of, tensor_inputs
 from .numeric_comparison import probe_context
 
 _WIDTH = 16

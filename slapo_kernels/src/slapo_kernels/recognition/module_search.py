@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from slapo_core import is_sharded, paths
@@ -13,7 +16,6 @@ from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..lazy.logits import LazyHead, find_heads
 from ..replacements.kernel_modules import ExpertGate, FusedForward, KernelForward, NormForward, kernel_forward_of
-from .identical_modules import structural_key
 from .mlp_blocks import recognise_block, recognise_experts
 from .norms import recognise_embedding, recognise_norm
 
@@ -103,3 +105,36 @@ def _recognise(module: nn.Module, wanted: Collection[str]) -> KernelForward | No
     if kernel_forward is None and {"bias_act", "swiglu", "geglu", "bias_dropout_residual"} & set(wanted):
         kernel_forward = recognise_block(module) or recognise_experts(module)
     return kernel_forward
+
+
+_OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+
+
+def structural_key(module: nn.Module) -> Hashable:
+    """Return a key that is equal for modules of one class with equal attributes, shapes and children.
+
+    An attribute that cannot be compared by value is compared by identity.
+    """
+    settings = tuple(
+        (name, _value(value, module))
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not name.startswith("_slapo")
+    )
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    shapes = tuple((name, None if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in tensors)
+    parts = tuple((name, child and structural_key(child)) for name, child in module._modules.items())
+    return type(module), settings, shapes, parts
+
+
+def _value(value: Any, owner: nn.Module) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value) if isinstance(value, float) else value
+    if type(value) in (list, tuple):
+        return type(value), tuple(_value(item, owner) for item in value)
+    if isinstance(value, functools.partial):
+        given = tuple((name, _value(item, owner)) for name, item in value.keywords.items())
+        return "partial", _value(value.func, owner), _value(value.args, owner), given
+    if isinstance(value, types.MethodType) and value.__self__ is owner:
+        return "method", value.__func__
+    return "object", id(value)

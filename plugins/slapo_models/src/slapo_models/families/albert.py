@@ -6,9 +6,8 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import schedule_transformer
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, schedule_transformer, stage_end_blocks
 
 _LACKS = {"disable_fuse_bias_gelu": "as the MLP is in the layer's own forward; call compile() on the blocks, which fuses it"}
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import schedule_transformer
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, schedule_transformer, stage_end_blocks
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:

@@ -6,10 +6,10 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
 from ..shared_steps.input_broadcast import broadcast_input
 from ..shared_steps.precision import convert_precision
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 
 _LISTS = ("layer1", "layer2", "layer3", "layer4")
 _LACKS = {

@@ -12,8 +12,7 @@ from torch import fx, nn
 
 from slapo_core import ScheduleError, TraceError, get_logger
 
-from ..tracers.in_place import trace_in_place
-from ..tracers.selection import is_container
+from ..tracers.selection import is_container, trace_in_place
 from . import matcher
 from .patterns import Pattern
 

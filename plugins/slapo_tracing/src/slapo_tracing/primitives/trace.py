@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Primitive, ScheduleError
 
-from ..tracers.in_place import put_in_place, trace_in_place
-from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves
+from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves, put_in_place, trace_in_place
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

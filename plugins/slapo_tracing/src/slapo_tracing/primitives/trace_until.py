@@ -10,8 +10,7 @@ from torch import nn
 from slapo_core import Primitive, ScheduleError, TraceError
 from slapo_core import paths as module_paths
 
-from ..tracers.in_place import put_in_place, trace_in_place
-from ..tracers.selection import leaf_list
+from ..tracers.selection import leaf_list, put_in_place, trace_in_place
 from .trace import TracePrimitive
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Choice of the tracer, and hierarchical tracing."""
+"""Choice of the tracer, hierarchical tracing, and the tracing of a schedule's module in its place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
@@ -19,6 +19,10 @@ from .candidate_inputs import candidate_inputs
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
 from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -256,3 +260,24 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
         get_logger().debug("no stand-ins: %s", err)
         return False
     return True
+
+
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None uses its arguments when the model runs on the schedule's inputs.
+
+    The first inputs for the whole model become the schedule's example inputs.
+    """
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.example_inputs = example_inputs
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+
+
+def put_in_place(schedule: Schedule, traced: nn.Module) -> None:
+    """Put a traced module in the schedule's place, and carry over the metadata of each module."""
+    before = dict(schedule.mod.named_modules())
+    schedule.replace_module(traced)
+    for path, module in traced.named_modules():
+        if path in before:
+            schedule.share_metadata(before[path], module)

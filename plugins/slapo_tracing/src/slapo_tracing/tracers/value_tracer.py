@@ -23,9 +23,15 @@ from ..nodes.graph_functions import expect
 from ..nodes.nested_values import alias_duplicates, has_tensor, map_tensors, replace_tensors
 from ..nodes.opaque_modules import is_opaque
 from ..nodes.torch_calls import is_uncertain_query, model_source
-from ..recording.assigned_tensors import assigned_values, mark_assigned_tensors
 from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes, attribute_facts
-from ..recording.attribute_writes import RepeatedRun, StateChange, UsualAttributes, state_changes
+from ..recording.attribute_writes import (
+    RepeatedRun,
+    StateChange,
+    UsualAttributes,
+    assigned_values,
+    mark_assigned_tensors,
+    state_changes,
+)
 from ..recording.module_hooks import innermost_forward, share_hooks, without_engine_hooks
 from ..recording.recorder import Recorder
 from ..recording.sandbox import PythonRandomState, Sandbox
