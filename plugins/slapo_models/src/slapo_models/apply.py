@@ -59,7 +59,8 @@ REGISTERED_SCHEDULES: dict[str, Entry] = {}
 def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
     """Register a function ``(model_or_schedule, **config) -> Schedule`` in this process, by a decorator.
 
-    It is for notebooks and tests; plugins use the hook ``slapo_models``. Registering a function of the same module and name once more, as notebooks do, replaces it.
+    It is for notebooks and tests; plugins use the hook ``slapo_models``.
+    Registering a function of the same module and name once more, as notebooks do, replaces it.
 
     Args:
         key: What ``apply_schedule`` is to call it; by default the name of the file the function is in, without its suffix.

@@ -16,7 +16,6 @@ from ..implementations._torch_private import is_dry_run
 from .kernels import KERNELS, Function, Implementation
 from .registry import ENVIRONMENT_VARIABLE, check_kernel, implementation_registry
 
-
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _DTYPE_ARGUMENT = {name: kernel.dtype_argument for name, kernel in KERNELS.items()}
 

@@ -18,7 +18,6 @@ from slapo_tracing.recording import MODULE_ATTRIBUTES, PythonRandomState
 
 from ..replacements.meta_copies import meta_copy
 
-
 _NO_SETTINGS = MODULE_ATTRIBUTES | {"training", *MODULE_TABLES}
 _DEVICES = ("cpu", "cuda")
 _MANY = 10**6

@@ -25,7 +25,6 @@ from ..forward_state.value_kinds import Kind, kind_of
 from ..selective_checkpoint.policies import OperatorPolicy, contexts_of
 from .cpu_offload import OffloadWrapper, find_offload, offload_disabled
 
-
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
 

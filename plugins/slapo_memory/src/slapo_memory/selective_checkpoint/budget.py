@@ -39,7 +39,6 @@ from ..forward_state.random_state import GeneratorState, RandomState, generators
 from .kept_outputs import has_own_storage, mutated_tensors, tensors_in
 from .policies import CallPolicy
 
-
 _UNITS = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)} | {"kB": 1000}
 # mixed case such as Mb means bits and is refused

@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core import ScheduleError, paths
+from slapo_core import Schedule, ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
 from ..graphs.variants import Variants, meta_copy, with_removed_modules
@@ -25,9 +25,6 @@ from ..nodes.symbolic_sizes import SIZE
 from ..nodes.torch_calls import function_name
 from ..recording.module_hooks import is_hooked
 from .subgraph import NODES_BY_NAME, NewCall, Subgraph, current_node, is_in_graph
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import nn
+
+from slapo_core import Schedule
 
 from ..recording.module_hooks import rebind_wrappers
 from .originals import as_original
 from .traced_module import TracedModule, variants_of
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 @contextmanager

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
-from slapo_core import ScheduleError, TraceError, get_logger
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 
 from ..tracers.selection import is_container, trace_in_place
 from . import matcher
 from .patterns import Pattern
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 def find_node(schedule: Schedule, regex_or_pattern_fn: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slapo_core import Primitive, ScheduleError
+from slapo_core import Primitive, Schedule, ScheduleError
 
 from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves, put_in_place, trace_in_place
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 class TracePrimitive(Primitive):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from slapo_core import Primitive, ScheduleError, TraceError
+from slapo_core import Primitive, Schedule, ScheduleError, TraceError
 from slapo_core import paths as module_paths
 
 from ..tracers.selection import leaf_list, put_in_place, trace_in_place
 from .trace import TracePrimitive
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 class TraceUntilPrimitive(Primitive):

@@ -6,11 +6,11 @@ import fnmatch
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
-from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_signature, get_logger, split_inputs
+from slapo_core import Schedule, ScheduleError, TraceError, UnknownNameError, forward_signature, get_logger, split_inputs
 
 from ..graphs.traced_module import TracedModule
 from ..nodes.forward_wrapping import own_forward
@@ -19,10 +19,6 @@ from .candidate_inputs import candidate_inputs
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
 from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
-
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
