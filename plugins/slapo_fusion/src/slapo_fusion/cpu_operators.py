@@ -217,11 +217,8 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """``F.layer_norm``, as one operation that the compiler does not generate code for on a CPU."""
-    if not all(
-        type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu"
-        for each in (input, weight, bias)
-        if each is not None
-    ):
+    given = [each for each in (input, weight, bias) if each is not None]
+    if not all(type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu" for each in given):
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     found: torch.Tensor = _layer_norm(input, list(normalized_shape), weight, bias, eps)[0]
     return found

@@ -14,7 +14,7 @@ from torch import fx, nn
 from slapo_core import is_sharded, paths
 from slapo_tracing.nodes import is_opaque, own_forward
 
-from ..lazy.logits import LazyHead, find_heads
+from ..lazy.logits import LazyHead
 from ..replacements.kernel_modules import ExpertGate, FusedForward, KernelForward, NormForward, kernel_forward_of
 from .mlp_blocks import recognise_block, recognise_experts
 from .norms import recognise_embedding, recognise_norm
@@ -42,7 +42,7 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
     Identical modules are analysed once. Traced modules and kernel modules are skipped.
     """
     known: dict[Hashable, KernelForward | None] = {}
-    heads = find_heads(root) if "linear_cross_entropy" in wanted else {}
+    heads = _find_heads(root) if "linear_cross_entropy" in wanted else {}
     found = [
         ServedModule(path, head, LazyHead(), path if is_opaque(head) else None)
         for path, head in heads.items()
@@ -71,6 +71,16 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
             opaque.append(path)
         found.append(ServedModule(path, module, kernel_forward, opaque[0] if opaque else None))
     return found
+
+
+def _find_heads(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the heads of Transformers' models from ``root`` down, as they declare them, and ``root`` if it is a Linear."""
+    heads = [root] if isinstance(root, nn.Linear) else []
+    for module in root.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        heads += [ask()] if callable(ask) else []
+    ids = {id(head) for head in heads if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward}
+    return {path: module for path, module in root.named_modules() if id(module) in ids}
 
 
 def _may_be_replaced(module: nn.Module, kernel_forward: KernelForward) -> bool:
