@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from slapo_core import Schedule, ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
-from ..graphs.variants import Variants, meta_copy, with_removed_modules
+from ..graphs.variants import GraphOwner, Variants, meta_copy, with_removed_modules
 from ..matching.matcher import Match, match_at
 from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
@@ -88,7 +88,7 @@ def replace_subgraph(
     return target if op == "call_module" else made[len(layers)].name
 
 
-Remake = Callable[[TracedModule, Subgraph], nn.Module]
+Remake = Callable[[fx.GraphModule, Subgraph], nn.Module]
 """``remake(traced, part)`` returns the module for a part of the graph of another call."""
 
 
@@ -113,7 +113,7 @@ class _Replacement:
         self.call, self.made = call, made
         self.tree = _called_modules(gm, call)
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
+    def redo(self, module: GraphOwner, graph: fx.Graph, twins: Twins) -> None:
         """Repeat the replacement; raise ``ScheduleError`` if the graph lacks the nodes, or they compute something else."""
         if (match := self._match(module, twins)) is not None:
             made: list[fx.Node] = []
@@ -138,7 +138,7 @@ class _Replacement:
         part.replace(call, made)
         twins.update(zip(self.made, made, strict=True))
 
-    def _match(self, module: TracedModule, twins: Twins) -> Match | None:
+    def _match(self, module: GraphOwner, twins: Twins) -> Match | None:
         """Return the pattern's occurrence at the same place of another graph, possibly with other constants or values."""
         end = twins.get(self.outputs[0])
         if self.pattern is None or self.remake is not None or end is None:
@@ -151,7 +151,7 @@ class _Replacement:
         """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remake_call(self, module: TracedModule, part: Subgraph) -> NewCall:
+    def _remake_call(self, module: GraphOwner, part: Subgraph) -> NewCall:
         assert self.remake is not None
         if _called_modules(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core import forward_signature, get_logger
 
-from ..graphs.originals import as_original
+from ..nodes.opaque_modules import as_original
 
 _LENGTH = 8
 _TOKEN_SHAPED = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)

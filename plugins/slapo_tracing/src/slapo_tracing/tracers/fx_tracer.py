@@ -10,7 +10,6 @@ from torch import fx, nn
 from slapo_core import TraceError, get_logger
 
 from ..graphs.guard import Call, Guard, argument_values, plain_signature
-from ..graphs.originals import module_before_trace
 from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
@@ -49,7 +48,7 @@ def trace_fx(
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
         raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
-    source = module_before_trace(module, bare=True) if isinstance(module, TracedModule) else module
+    source = variants.before_trace(module, bare=True) if variants is not None else module
     parameters = plain_signature(source)
     concrete, placeholders = _split_arguments(parameters, example, concrete_args)
     graph, reads, inlined = _graph(source, plan, concrete, tracer)

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from slapo_core import TraceError, get_logger, paths
 
 from ..graphs.guard import Call, Guard, plain_signature
-from ..graphs.originals import module_before_trace
 from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.codegen import run_graph
@@ -221,7 +220,7 @@ class _Session(TorchFunctionMode):
         variants = variants_of(module)
         assert variants is not None
         if not variants.is_rewritten:
-            original = module_before_trace(module)
+            original = variants.before_trace(module)
             recorder.add_alias(original, module)
             if isinstance(original, TracedModule):
                 return self._run_traced(recorder, original, args, kwargs)
