@@ -36,6 +36,7 @@ class LazyHead:
     inputs: tuple[str, ...] = ("input",)
     choice: str | None = None
     kernels: ClassVar[tuple[str, ...]] = ("linear_cross_entropy",)
+    method: ClassVar[str] = "forward"
 
     @property
     def is_forced(self) -> bool:

@@ -15,7 +15,7 @@ from slapo_core import is_sharded, paths
 from slapo_tracing.nodes import is_opaque, own_forward
 
 from ..lazy.logits import LazyHead
-from ..replacements.kernel_modules import ExpertGate, FusedForward, KernelForward, NormForward, kernel_forward_of
+from ..replacements.kernel_modules import FusedForward, KernelForward, NormForward, kernel_forward_of
 from .mlp_blocks import recognise_block, recognise_experts
 from .norms import recognise_embedding, recognise_norm
 
@@ -61,10 +61,10 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
         if kernel_forward is None or not set(kernel_forward.kernels) & set(wanted):
             continue
         absorbed: tuple[Any, ...] = ()
-        if isinstance(kernel_forward, (ExpertGate, FusedForward)):
+        if isinstance(kernel_forward, FusedForward):
             absorbed = tuple((name, module._modules[name]) for name, _ in kernel_forward.absorbed)
             kernel_forward = replace(kernel_forward, absorbed=absorbed)
-        if isinstance(kernel_forward, (ExpertGate, NormForward, FusedForward)):
+        if isinstance(kernel_forward, (NormForward, FusedForward)):
             kernel_forward = replace(kernel_forward, guard=kernel_forward.guard.for_module(module))
         opaque = [paths.join(path, name) for name, part in absorbed if is_opaque(part)]
         if not _may_be_replaced(module, kernel_forward):
@@ -86,7 +86,7 @@ def _find_heads(root: nn.Module) -> dict[str, nn.Module]:
 def _may_be_replaced(module: nn.Module, kernel_forward: KernelForward) -> bool:
     """Return whether the class's forward is the one that runs and no weight is sharded; hooks and wrappers are no obstacle."""
     own = own_forward(module)
-    if isinstance(kernel_forward, ExpertGate):  # only its method is replaced
+    if kernel_forward.method != "forward":  # its forward stays
         return own is None or getattr(own, "__self__", None) is module
     return own is None and not any(map(is_sharded, module._parameters.values()))
 

@@ -21,7 +21,7 @@ from slapo_tracing.nodes import MODULE_TABLES, is_opaque
 from ..dispatch.dispatcher import run
 from ..implementations._torch_private import is_traced_or_compiled
 from .call_guard import CallGuard
-from .fused_ops import FusedOp, GatedActivation
+from .fused_ops import FusedOp
 from .meta_copies import rebind_methods
 
 _KERNEL_FORWARD = "_slapo_kernels"
@@ -38,10 +38,12 @@ class KernelForward:
     Attributes:
         inputs: Names of the arguments of the replaced method.
         choice: Implementation that the user forced.
+        method: Name of the replaced method.
     """
 
     inputs: tuple[str, ...]
     choice: str | None
+    method: str = "forward"
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -105,14 +107,14 @@ def _new_instance(cls: type[nn.Module]) -> nn.Module:
 
 def _method(cls: Any, name: str) -> Any:
     """Return a method that calls the kernels if they admit the call, and the class's own method otherwise."""
-    original, gate = getattr(cls, name), name != "forward"
+    original = getattr(cls, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel_forward: KernelForward | None = getattr(self, _KERNEL_FORWARD, None)
         own = getattr(cls, name)
         # an instance without kernels, or a class that was patched later
-        if kernel_forward is None or isinstance(kernel_forward, ExpertGate) is not gate or own is not original:
+        if kernel_forward is None or kernel_forward.method != name or own is not original:
             return own(self, *args, **kwargs)
         given = args + tuple(kwargs[each] for each in kernel_forward.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(kernel_forward.inputs) == len(args) + len(kwargs)
@@ -177,33 +179,17 @@ class EmbeddingForward(KernelForward):
         return found
 
 
-class _BlockForward(KernelForward):
-    """Forward of a module with children whose work a kernel does.
-
-    Attributes:
-        guard: Conditions on the call.
-        absorbed: Names and modules of these children.
-    """
-
-    guard: CallGuard
-    absorbed: tuple[tuple[str, nn.Module], ...]
-
-    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether the absorbed children are still the module's, without hooks, and the guard admits the call."""
-        unchanged = all(module._modules.get(name) is part and not is_opaque(part) for name, part in self.absorbed)
-        return unchanged and self.guard.admits(module, args)
-
-
 @dataclass(frozen=True)
-class FusedForward(_BlockForward):
-    """Forward that calls a module's children, and kernels between them.
+class FusedForward(KernelForward):
+    """Forward that calls a module's children, and kernels between them; or the gate of a mixture's experts.
 
     Args:
-        inputs: Names of the forward's arguments, all tensors.
-        steps: Operations in the order of the forward.
+        inputs: Names of the method's arguments, all tensors.
+        steps: Operations in the order of the method.
         guard: Conditions on the call.
         absorbed: Names and modules of the children whose work a kernel does.
         choices: Kernel to the implementation that the user forced.
+        method: Name of the replaced method: ``"forward"``, or the experts' ``"_apply_gate"``, which their own forward calls.
     """
 
     inputs: tuple[str, ...]
@@ -211,6 +197,7 @@ class FusedForward(_BlockForward):
     guard: CallGuard
     absorbed: tuple[tuple[str, nn.Module], ...] = ()
     choices: tuple[tuple[str, str], ...] = ()
+    method: str = "forward"
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -220,39 +207,17 @@ class FusedForward(_BlockForward):
     def is_forced(self) -> bool:
         return bool(self.choices)
 
+    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether the absorbed children are still the module's, without hooks, and the guard admits the call."""
+        unchanged = all(module._modules.get(name) is part and not is_opaque(part) for name, part in self.absorbed)
+        return unchanged and self.guard.admits(module, args)
+
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:
         """Run the operations on this module."""
         values, choices = list(args), dict(self.choices)
         for step in self.steps:
             values.append(step.run(module, values, choices.get(step.kernel or "")))
         return values[-1]
-
-
-@dataclass(frozen=True)
-class ExpertGate(_BlockForward):
-    """Gate of a mixture's experts, which replaces their method ``_apply_gate``; their own forward calls it.
-
-    Args:
-        inputs: Name of the method's argument.
-        step: The gate.
-        guard: Conditions on the call.
-        absorbed: Names and modules of the children whose work the kernel does.
-        choice: Implementation that the user forced.
-    """
-
-    inputs: tuple[str, ...]
-    step: GatedActivation
-    guard: CallGuard
-    absorbed: tuple[tuple[str, nn.Module], ...] = ()
-    choice: str | None = None
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        return (self.step.kernel,)
-
-    def __call__(self, module: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return the gated value."""
-        return self.step.run(module, [gate_up], self.choice)
 
 
 class KernelCall(nn.Module):

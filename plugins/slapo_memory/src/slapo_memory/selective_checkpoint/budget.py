@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_core import (
@@ -36,7 +34,7 @@ from slapo_tracing.recording import Sandbox
 from ..forward_state._torch_private import completed_work, is_about_fake_tensors, storage_key
 from ..forward_state.arguments import Arguments
 from ..forward_state.random_state import GeneratorState, RandomState, generators_in
-from .kept_outputs import has_own_storage, mutated_tensors, tensors_in
+from .kept_outputs import CountingMode, has_own_storage, mutated_tensors, tensors_in
 from .policies import CallPolicy
 
 _UNITS = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -201,17 +199,14 @@ class _Meter:
         return result
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(CountingMode):  # type: ignore[no-untyped-call]
     """Mode that records the operators of one call."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, own: set[int], inputs: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
         added = dict.fromkeys(_ATTENTION_OPERATORS, _attention_flops)
         self.formulas = FlopCounterMode(display=False, custom_mapping=added).flop_registry
-        self.counts: dict[Any, int] = defaultdict(int)
         self.operators: list[tuple[Operator, set[int]]] = []
         self.ran = 0  # operators before the last saved tensor: a recomputation stops there
         self.saved: dict[int, torch.Tensor] = {}  # by memory
@@ -234,12 +229,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.saved[storage_key(tensor)] = tensor
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **kwargs)
-        index = self.counts[func]
-        self.counts[func] += 1
+    def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
+        """Run an operator and record it."""
         output = func(*args, **kwargs)
         self.held.append(output)
         self.written |= {storage_key(tensor) for tensor in mutated_tensors(func, args, kwargs)}

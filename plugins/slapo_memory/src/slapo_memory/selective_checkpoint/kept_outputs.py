@@ -55,23 +55,13 @@ class _KeptOutput:
 _Kept = dict[tuple[Any, int], _KeptOutput]
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the calls of each operator."""
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that counts the calls of each operator since it was entered."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
-        self.counts: dict[Any, int] = defaultdict(int)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that torch compiles code inside the mode."""
-        return True
-
     def __enter__(self) -> Any:
-        self.counts.clear()
+        self.counts: dict[Any, int] = defaultdict(int)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,8 +73,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, index, args, kwargs)
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
-        """Return the output of an operator, by running it or from a kept output."""
+        """Return the output of an operator; ``index`` is that of its call."""
         raise NotImplementedError
+
+
+class _Mode(CountingMode):  # type: ignore[no-untyped-call]
+    """Mode of a forward or recomputation with kept outputs."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that torch compiles code inside the mode."""
+        return True
 
 
 class _SaveMode(_Mode):  # type: ignore[no-untyped-call]

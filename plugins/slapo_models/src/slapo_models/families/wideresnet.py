@@ -7,9 +7,7 @@ from typing import Any
 from slapo_core import Schedule
 
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.input_broadcast import broadcast_input
-from ..shared_steps.precision import convert_precision
-from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
 
 _LISTS = ("layer1", "layer2", "layer3", "layer4")
 _LACKS = {
@@ -27,15 +25,7 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     lists = [blocks_of(base[name]) for name in _LISTS]
     blocks = [block for each in lists for block in each]
     recompute, cuts = checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, *lists)
-    convert_precision(sch, config)
-    for block in blocks if sch.world_size > 1 else []:
-        split(block)
-    broadcast_input(sch, config)
-    for block in recompute:
-        block.checkpoint()
-    for block in cuts:
-        block.cut_pipeline_stage()
-    return sch
+    return take_steps(sch, config, recompute, cuts, lambda: [split(block) for block in blocks])
 
 
 def split(block: Schedule) -> None:

@@ -1,8 +1,8 @@
-"""The steps that all families of transformers have in common."""
+"""The steps that the families have in common, and the blocks to which they apply."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from slapo_core import Schedule
@@ -16,20 +16,24 @@ from .precision import convert_precision
 def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule:
     """Take the steps of a model whose blocks are one list, at this path in the base model."""
     blocks = blocks_of(base_model(sch, config, path)[path])
-    return schedule_transformer(sch, config, checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, blocks))
+    return take_steps(sch, config, checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, blocks))
 
 
-def schedule_transformer(
-    sch: Schedule, config: Configuration, recomputed: Iterable[Schedule], stage_ends: Iterable[Schedule]
+def take_steps(
+    sch: Schedule,
+    config: Configuration,
+    recomputed: Iterable[Schedule],
+    stage_ends: Iterable[Schedule],
+    parallelize: Callable[[], object] | None = None,
 ) -> Schedule:
     """Take the steps: kernels, tensor parallelism, recomputation, stages that end behind the given modules.
 
-    The schedule is that of the whole model, head included.
+    The schedule is that of the whole model, head included. ``parallelize`` takes the place of ``tensor_parallel``.
     """
     convert_precision(sch, config)
     use_kernels(sch, config)
     if sch.world_size > 1:
-        sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
+        parallelize() if parallelize else sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
     broadcast_input(sch, config)
     for block in recomputed:
         block.checkpoint()
