@@ -31,7 +31,6 @@ class InlinePass(CustomGraphPass):
         self.functions = dict(functions)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change the graph in place."""
         for operation, function in self.functions.items():
             for node in graph.find_nodes(op="call_function", target=operation):
                 _inline(graph, node, function)

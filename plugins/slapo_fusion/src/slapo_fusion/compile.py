@@ -108,7 +108,6 @@ class CompileWrapper:
             self._options["options"] = {**SAME_DRAWS, **of_mode, **(options.get("options") or {})}
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled forward."""
         if torch.compiler.is_compiling() or is_dry_run():  # an outer module is compiled with this one in it
             return call(*args, **kwargs)
         return self._compile_innermost(call, self._between)(*args, **kwargs)

@@ -38,7 +38,6 @@ class CpuLayer(nn.Module):
         self.of, self.function, self.settings = of, function, _SETTINGS[type(of)]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply the function with the present settings."""
         return self.function(input, *[getattr(self.of, name) for name in self.settings])
 
 

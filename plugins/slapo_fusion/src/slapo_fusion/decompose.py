@@ -76,7 +76,6 @@ class LinearWithSeparateBias(nn.Linear):
     _slapo_layer_class = nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input @ weight.T + bias``, in two operations."""
         return F.linear(input, self.weight) + self.bias
 
 
@@ -86,7 +85,6 @@ class Conv1dWithSeparateBias(nn.Conv1d):
     _slapo_layer_class = nn.Conv1d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv1d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.unsqueeze(-1)
@@ -98,7 +96,6 @@ class Conv2dWithSeparateBias(nn.Conv2d):
     _slapo_layer_class = nn.Conv2d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv2d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.view(-1, 1, 1)
@@ -112,7 +109,6 @@ class _SeparateBiasMixin:
     bias: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight + bias``, in two operations."""
         return torch.matmul(x, self.weight) + self.bias
 
 
@@ -145,7 +141,6 @@ class _OutputPartsMixin:
     outputs_first: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the concatenated products of the parts."""
         weight = self.weight if self.outputs_first else self.weight.T
         if weight.shape[0] != sum(self.parts):
             what = f"a projection in parts of {', '.join(map(str, self.parts))} outputs has {weight.shape[0]} now"

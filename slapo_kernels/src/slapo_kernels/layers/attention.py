@@ -172,7 +172,6 @@ class FlashAttentionOp(nn.Module):
         return out.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Return the arguments."""
         return f"attn_op_name={self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}, scale={self.scale}"
 
 

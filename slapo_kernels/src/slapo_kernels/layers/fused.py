@@ -55,7 +55,6 @@ class FusedMLP(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Return the activation."""
         return f"orig_act={self.orig_act!r}"
 
 

@@ -57,7 +57,6 @@ class LinearWithSyncFunc(LinearWithSeparateBias):
     """``LinearWithSeparateBias`` under its established name: ``sync_fn(product) + bias``."""
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the function."""
         return f"{super().extra_repr()}, sync_fn={getattr(self.sync_fn, '__name__', self.sync_fn)}"
 
 
@@ -98,7 +97,6 @@ class LinearWithAct(LinearWithSeparateBias):
         return out
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the activation."""
         return f"{super().extra_repr()}, act_fn={self.act_fn!r}"
 
 
@@ -136,7 +134,6 @@ class LinearWithDropout(LinearWithSeparateBias):
         return F.dropout(super().forward(x), self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the probability."""
         return f"{super().extra_repr()}, p={self.p}, inplace={self.inplace}"
 
 

@@ -56,7 +56,6 @@ class LazyHead:
         return (alike or cast) and x.dim() > 1 and x.shape[-1] == module.weight.shape[-1]
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return lazy logits."""
         weight, bias, kind = module.weight, module.bias, x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype in _CAST:  # the loss may be computed outside the autocast region
             dtype = torch.get_autocast_dtype(kind)

@@ -85,7 +85,6 @@ class Region:
         return match_kernel(self, len(self.inputs), shape, dtype, {found.kind}) is not None
 
     def __call__(self, *values: torch.Tensor) -> Any:
-        """Run the nodes on these inputs."""
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
         for node in self.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)

@@ -209,7 +209,6 @@ class _CallRecorder(TorchFunctionMode):
         return out
 
     def record(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a call of a function or of a child."""
         self.names.add(_without_underscores(name))
         self.calls.append((name, self.key(args), self.key(kwargs)))
         self.modes.add((torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _DEVICES)))

@@ -60,7 +60,6 @@ class KernelForward:
         raise NotImplementedError
 
     def __call__(self, module: Any, *args: Any) -> Any:
-        """Return the result of the forward."""
         raise NotImplementedError
 
 
@@ -154,7 +153,6 @@ class NormForward(KernelForward):
         return self.guard.admits(module, args) and args[0].dtype is module.weight.dtype
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of ``x`` with this module's weights."""
         found: torch.Tensor
         weights = (module.weight,) if self.kernel == "rms_norm" else (module.weight, getattr(module, "bias", None))
         found = run(self.kernel, x.contiguous() if self.contiguous_output else x, *weights, choice=self.choice, **self.options)
@@ -174,7 +172,6 @@ class EmbeddingForward(KernelForward):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
     def __call__(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of this module's weight."""
         found: torch.Tensor = run("embedding", ids, module.weight, choice=self.choice, padding_idx=module.padding_idx)
         return found
 
@@ -213,7 +210,6 @@ class FusedForward(KernelForward):
         return unchanged and self.guard.admits(module, args)
 
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:
-        """Run the operations on this module."""
         values, choices = list(args), dict(self.choices)
         for step in self.steps:
             values.append(step.run(module, values, choices.get(step.kernel or "")))
@@ -243,5 +239,4 @@ class KernelCall(nn.Module):
         return run(self.kernel, *args, choice=self.choice, **self.options)
 
     def extra_repr(self) -> str:
-        """Return the kernel's name and options."""
         return ", ".join([self.kernel, *(f"{name}={value!r}" for name, value in self.options.items())])

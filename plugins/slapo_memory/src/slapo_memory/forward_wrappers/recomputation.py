@@ -78,7 +78,6 @@ class CheckpointWrapper:
         self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; the backward runs it again."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         _check_arguments(self._path, *args, *kwargs.values())

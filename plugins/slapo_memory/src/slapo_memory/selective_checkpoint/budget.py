@@ -215,7 +215,6 @@ class _Recorder(CountingMode):  # type: ignore[no-untyped-call]
         self.inputs = inputs
 
     def finish(self) -> CallCost:
-        """Return the record of the call."""
         kept = [operator for operator, places in self.operators[: self.ran] if places.isdisjoint(self.written)]
         saved = sum(map(_bytes, self.saved.values()))
         self.held.clear()  # they hold autograd's graph, which holds us by the hook: a cycle that no collector finds
@@ -223,7 +222,6 @@ class _Recorder(CountingMode):  # type: ignore[no-untyped-call]
         return CallCost(self.inputs, saved, kept)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor that autograd saves."""
         self.ran = len(self.operators)
         if storage_key(tensor) not in self.own:
             self.saved[storage_key(tensor)] = tensor

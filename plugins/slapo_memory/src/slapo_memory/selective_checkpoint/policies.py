@@ -72,7 +72,6 @@ class CallPolicy:
     calls: dict[str, frozenset[int]]
 
     def keeps(self, func: Any, index: int, *rest: Any) -> bool:
-        """Return whether the output of this call is kept."""
         return index in self.calls.get(str(func), ())
 
 
@@ -89,7 +88,6 @@ class OperatorPolicy:
         return cls(frozenset().union(*found)) if found and all(found) else None
 
     def keeps(self, func: Any, *rest: Any) -> bool:
-        """Return whether the output of this operator is kept."""
         return str(func) in self.names
 
 

@@ -109,7 +109,6 @@ class _Replacement:
         self.remake, self.pattern = remake, part.pattern
 
     def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
-        """Record the call that replaced the nodes."""
         self.call, self.made = call, made
         self.tree = _called_modules(gm, call)
 
@@ -148,7 +147,6 @@ class _Replacement:
         return match if match is not None and known <= {node for _, node in match} else None
 
     def missing_twin_error(self, name: str) -> ScheduleError:
-        """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
     def _remake_call(self, module: GraphOwner, part: Subgraph) -> NewCall:
@@ -172,7 +170,6 @@ class _InputOrigin(NamedTuple):
 
     @classmethod
     def of(cls, value: fx.Node, part: Subgraph) -> _InputOrigin:
-        """Return the origin of an input of a part."""
         users = (node for node in part.nodes if value in node.all_input_nodes)
         user = next(users, None)
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)

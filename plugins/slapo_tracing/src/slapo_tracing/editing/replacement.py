@@ -33,6 +33,5 @@ class SubgraphReplacement(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None, *, checked: list[Any]) -> None:
-        """Replace the subgraphs that ``check`` found."""
         for match in checked:
             replace_subgraph(schedule, match, new, name=name)

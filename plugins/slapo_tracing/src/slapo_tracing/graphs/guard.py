@@ -159,7 +159,6 @@ class Guard:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
-        """Return the guard of a call."""
         parameters = plain_signature(module)
         call = Call(parameters, module, args, kwargs)
         placeholders = tuple(name for name, value in call.values.items() if is_input(value))

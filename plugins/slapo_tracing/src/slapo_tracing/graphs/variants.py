@@ -92,7 +92,6 @@ class InlinedModule(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> InlinedModule:
-        """Return the present state of a module."""
         return cls(type(module), _hooks_of(module) if is_hooked(module) else ())
 
     def changed_hooks(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
@@ -112,7 +111,6 @@ class InlinedModule(NamedTuple):
 
 
 def _ids_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
-    """Return the ids of the objects at these places."""
     found: set[int] = set()
     for *path, name in places:
         module = submodule_at(root, path)
@@ -261,7 +259,6 @@ class Variants(Hidden):
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
 
     def __call__(self, module: GraphOwner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call."""
         if self.guard is None:
             args, kwargs = self._check_inputs(module, args, kwargs)
             return self.first.run(module, kwargs, args)

@@ -215,7 +215,6 @@ class _Search:
                 yield match
 
     def match_at(self, candidate: fx.Node) -> Match | None:
-        """Return the occurrence whose first output is this node."""
         anchor, *rest = self.pattern.outputs
         for bound in self._node(anchor, candidate, {}):
             complete = next(self._outputs(rest, bound), None)

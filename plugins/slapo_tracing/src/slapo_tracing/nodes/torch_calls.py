@@ -88,11 +88,9 @@ class Effects:
         self._before = [private.version(tensor) for tensor in self.tensors]
 
     def has_drawn(self) -> bool:
-        """Return True if random numbers have been drawn so far."""
         return self._watch.drawn > self._drawn
 
     def changed_arguments(self) -> set[int]:
-        """Return the ids of the arguments changed so far."""
         return {id(t) for t, before in zip(self.tensors, self._before, strict=True) if private.version(t) != before}
 
 

@@ -62,7 +62,6 @@ class TracePrimitive(Primitive):
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Trace the module and put the traced module in its place."""
         options = {"recursive": recursive, "flatten": flatten, "leaf_modules": leaf_modules, "tracer": tracer}
         options["concrete_args"] = concrete_args
         if is_container(schedule.mod):

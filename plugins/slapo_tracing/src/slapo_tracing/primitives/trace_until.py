@@ -44,7 +44,6 @@ class TraceUntilPrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
-        """Trace the module and put the traced module in its place."""
         named = _modules_at(schedule, paths)
         parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
         whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]

@@ -51,7 +51,6 @@ class TrackedObject:
         self.known = Snapshot(value)
 
     def refresh(self) -> None:
-        """Accept the present state as known."""
         self.known = Snapshot(self.value)
 
 
@@ -470,7 +469,6 @@ class _SlotMemo(dict[int, Any]):
         return super().get(key, default)
 
     def tensor(self, tensor: torch.Tensor) -> Slot:
-        """Return the slot of a tensor in the copy."""
         return self._slot(self.recorder.tensor(tensor))
 
     def _slot(self, node: fx.Node | None) -> Slot:

@@ -26,7 +26,6 @@ class SymbolicGuard(Guard):
     """Guard of a symbolic graph: tensors of any shape and dtype as inputs; all other values as in the trace."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Return why the graph cannot serve a call, or None."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"

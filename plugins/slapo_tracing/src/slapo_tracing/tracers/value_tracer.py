@@ -259,11 +259,9 @@ class _Session(TorchFunctionMode):
 
     @property
     def recorders(self) -> dict[str, Recorder]:
-        """Path of each module with a graph to its recorder."""
         return {path: recorder for path, (recorder, _) in self.graphs.items()}
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Return the value of an attribute that is read."""
         recorder = self.stack[-1]
         if name in MODULE_ATTRIBUTES:
             return value
@@ -274,12 +272,10 @@ class _Session(TorchFunctionMode):
         return value
 
     def write(self, module: nn.Module, name: str) -> None:
-        """Record that an attribute is set."""
         if (recorder := self.stack[-1]) is not None:
             recorder.writes.add((id(module), name))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
         handlers = self.module_call, self.apply, self.read, self.ask_mode, self.write
