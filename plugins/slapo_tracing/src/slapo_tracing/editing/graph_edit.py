@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from slapo_core import Schedule, ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
-from ..graphs.variants import GraphOwner, Variants, meta_copy, with_removed_modules
+from ..graphs.variants import GraphOwner, meta_copy, with_removed_modules
 from ..matching.matcher import Match, match_at
 from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
@@ -70,7 +70,6 @@ def replace_subgraph(
         variants.begin_rewrite(gm)
     made: list[fx.Node] = []
     schedule.on_undo(_undo_edit(gm, part, made))
-    schedule.on_undo(partial(_remove_rewrite, variants, rewrite))
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
@@ -83,6 +82,7 @@ def replace_subgraph(
     rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
         variants.rewrites.append(rewrite)
+        schedule.on_undo(partial(variants.rewrites.remove, rewrite))
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
     compile_anew(gm)
     return target if op == "call_module" else made[len(layers)].name
@@ -211,11 +211,6 @@ def _called_modules(module: nn.Module, call: NewCall) -> list[Any]:
         is_changed = variants is not None and variants.is_changed
         found.append((path, each, len(forward_wrappers(each)), is_hooked(each), is_changed))
     return found
-
-
-def _remove_rewrite(variants: Variants | None, rewrite: _Replacement) -> None:
-    if variants is not None and rewrite in variants.rewrites:
-        variants.rewrites.remove(rewrite)
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:

@@ -426,7 +426,7 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
         except TraceError as err:
             failed = err
     weights = [*root.parameters(), *root.buffers()]
-    if failed.__cause__ is None or any(tensor.is_meta or private.is_partitioned(tensor) for tensor in weights):
+    if failed.__cause__ is None or any(tensor.is_meta or private.whole_shape(tensor) is not None for tensor in weights):
         raise failed
     return _run(root, args, kwargs, request, fake=False, grad=grad)
 
