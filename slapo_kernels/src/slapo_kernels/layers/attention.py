@@ -145,9 +145,7 @@ class FlashAttentionOp(nn.Module):
         """Attend.
 
         Args:
-            query_layer: ``[batch, length, heads, head size]``.
-            key_layer: Likewise.
-            value_layer: Likewise.
+            query_layer: ``[batch, length, heads, head size]``, and so are ``key_layer`` and ``value_layer``.
             attention_mask: As in ``FlashAttention``, or None.
             p: Dropout probability of the attention weights in training.
 

@@ -43,8 +43,7 @@ class CrossEntropyOptions:
 
     Args:
         choice: Implementation that the user forced.
-        ignore_index: As ``F.cross_entropy``.
-        reduction: As ``F.cross_entropy``.
+        ignore_index: As ``F.cross_entropy``, and so is ``reduction``.
         dtype: Dtype of the loss.
         logits_dtype: Dtype of the logits.
     """

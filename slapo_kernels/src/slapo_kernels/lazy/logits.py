@@ -26,12 +26,7 @@ from .head_inputs import HeadInputs, LazyLogitsError, MutationCheck
 
 @dataclass(frozen=True)
 class LazyHead:
-    """Forward of a language-model head that returns lazy logits.
-
-    Args:
-        inputs: Name of the forward's argument.
-        choice: Implementation that the user forced.
-    """
+    """Forward of a language-model head that returns lazy logits; its attributes are those of a ``KernelForward``."""
 
     inputs: tuple[str, ...] = ("input",)
     choice: str | None = None

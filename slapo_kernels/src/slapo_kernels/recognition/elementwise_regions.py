@@ -55,14 +55,7 @@ class KernelMatch(NamedTuple):
 
 
 class Region:
-    """Nodes of a graph that compute one value from others.
-
-    Args:
-        root: The module of the graph; its children are called.
-        output: The node of the value.
-        nodes: The nodes, in order.
-        inputs: The nodes of the inputs, in order.
-    """
+    """Nodes of a graph, in order, that compute the value ``output`` from inputs; they call children of ``root``."""
 
     def __init__(self, root: nn.Module, output: fx.Node, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         self.root, self.output, self.nodes, self.inputs = root, output, nodes, inputs

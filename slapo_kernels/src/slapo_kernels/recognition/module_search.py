@@ -24,8 +24,6 @@ class ServedModule(NamedTuple):
     """A module that kernels can serve.
 
     Args:
-        path: Its path.
-        module: The module.
         kernel_forward: The forward that calls kernels.
         opaque_path: Path of the module, or of a child, whose hooks or wrappers forbid the replacement; None if there are none.
     """

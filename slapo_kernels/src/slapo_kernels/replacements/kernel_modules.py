@@ -129,12 +129,10 @@ class NormForward(KernelForward):
     """Forward of a norm over the last dimension.
 
     Args:
-        inputs: Name of the forward's argument.
         kernel: ``"rms_norm"`` or ``"layer_norm"``.
         options: Options of the kernel.
         contiguous_output: Whether the result is contiguous for any input; the mask of a later dropout depends on its strides.
         guard: Conditions on the call.
-        choice: Implementation that the user forced.
     """
 
     inputs: tuple[str, ...]

@@ -26,12 +26,7 @@ DeepSpeed records in ``_external_params`` which other parameters ZeRO must gathe
 
 
 class ForwardState:
-    """The present state of modules and of all modules below them.
-
-    Args:
-        modules: The modules.
-        generators: Random generators other than those found in the modules.
-    """
+    """The present state of modules and of all modules below them, and of further random generators."""
 
     def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
         self._generators = [*generators]

@@ -128,11 +128,7 @@ SAMPLE_SIZE = 512
 
 
 class ResultSample:
-    """Evenly spaced elements of each tensor in a result, to compare a recomputation with its forward.
-
-    Args:
-        result: Result of a forward.
-    """
+    """Evenly spaced elements of each tensor in a result, to compare a recomputation with its forward."""
 
     def __init__(self, result: Any) -> None:
         with torch.no_grad(), no_modes():

@@ -96,14 +96,7 @@ def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mappi
 
 
 class Call:
-    """One call of a traced module: its arguments and the mode it runs in.
-
-    Args:
-        parameters: Signature of the forward.
-        module: The module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """One call of a traced module: its arguments and the mode it runs in; ``parameters`` is the signature of the forward."""
 
     def __init__(self, parameters: Parameters, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self.training, self.autocast = module.training, mode_regions.autocast_state()

@@ -127,12 +127,7 @@ def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class Variant(Hidden):
-    """One graph of a traced module, compiled when first run.
-
-    Args:
-        graph: The graph.
-        name: Name of the module, for tracebacks.
-    """
+    """One graph of a traced module, compiled when first run; ``name`` is that of the module, for tracebacks."""
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         self.graph, self.name = graph, name
@@ -431,9 +426,7 @@ def with_removed_modules(module: GraphOwner) -> GraphOwner:
 def meta_copy(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Return a copy of a module and all modules inside, with weights on the meta device.
 
-    Args:
-        module: The module.
-        memo: Modules copied so far, so that a shared module stays one module.
+    ``memo`` has the modules copied so far, so that a shared module stays one module.
     """
     memo = {} if memo is None else memo
     if module in memo:

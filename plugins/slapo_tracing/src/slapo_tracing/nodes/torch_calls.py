@@ -74,13 +74,7 @@ def node_form(func: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any, tu
 
 
 class Effects:
-    """Side effects of a call: tensors changed in place, and random numbers drawn.
-
-    Args:
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        watch: Dispatch mode that observes the operators.
-    """
+    """Side effects of a call so far: arguments changed in place, and random numbers drawn."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: private.Watch) -> None:
         self._watch, self._drawn = watch, watch.drawn

@@ -62,11 +62,7 @@ def state_changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> I
 
 
 class UsualAttributes:
-    """Attributes of modules outside of all calls, to find those that the code around a module sets for some calls only.
-
-    Args:
-        modules: The modules.
-    """
+    """Attributes of modules outside of all calls, to find those that the code around a module sets for some calls only."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._usual = {id(module): dict(vars(module)) for module in modules}

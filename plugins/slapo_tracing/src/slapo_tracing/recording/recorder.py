@@ -39,11 +39,9 @@ from .vmapped_functions import CapturedFunction, call_captured
 
 
 class TrackedObject:
-    """Object whose state the forward may change; it stays one object in the graph.
+    """Object, list or dict that the forward may change; it stays one object in the graph.
 
-    Args:
-        value: The object, a list or a dict.
-        node: Its node; None for a container that is part of the graph, which must not change.
+    ``node`` is None for a container that is part of the graph, which must not change.
     """
 
     def __init__(self, value: Any, node: fx.Node | None) -> None:

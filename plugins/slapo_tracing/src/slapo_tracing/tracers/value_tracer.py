@@ -391,8 +391,6 @@ def trace_again(
 
     Args:
         module: The module as it was before it was traced.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
         inlined: Paths of the modules whose forwards become part of the graph.
         assigned: As in ``Request``.
     """
