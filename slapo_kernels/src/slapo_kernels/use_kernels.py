@@ -90,11 +90,7 @@ class UseKernelsPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        schedule: Schedule,
-        names: str | Iterable[str] | None = None,
-        force: Mapping[str, str] | None = None,
-        *,
-        checked: _Plan,
+        schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None, *, checked: _Plan
     ) -> None:
         """Put the replacements in, and record the paths per kernel in the metadata."""
         before: dict[str, tuple[str, ...]] = schedule.metadata.primitives["use_kernels"] or {}

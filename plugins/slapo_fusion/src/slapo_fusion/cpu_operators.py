@@ -132,8 +132,7 @@ def _gelu_with_derivative(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 _gelu = custom_operator("gelu", _gelu_with_derivative, lambda z: (torch.empty_like(z), torch.empty_like(z)))
 _gelu.register_autograd(
-    lambda ctx, grad, _: grad * ctx.saved_tensors[0],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+    lambda ctx, grad, _: grad * ctx.saved_tensors[0], setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1])
 )
 
 

@@ -71,10 +71,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        source: HeadInputs,
-        dtype: torch.dtype,
-        of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        cls, source: HeadInputs, dtype: torch.dtype, of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None
     ) -> LazyLogits:
         """Make a wrapper tensor of the logits' shape, without computing values."""
         hidden = source.hidden

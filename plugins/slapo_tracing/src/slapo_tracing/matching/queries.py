@@ -101,10 +101,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _search_graphs(
-    schedule: Schedule,
-    wanted: Any,
-    search: Callable[[], list[Any]],
-    in_flat: Callable[[nn.Module], int] | None = None,
+    schedule: Schedule, wanted: Any, search: Callable[[], list[Any]], in_flat: Callable[[nn.Module], int] | None = None
 ) -> list[Any]:
     is_ours = not any(True for _ in matcher.traced_modules(schedule.mod))
     if is_ours:
