@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from slapo_core import Schedule
@@ -25,13 +27,14 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     lists = [blocks_of(base[name]) for name in _LISTS]
     blocks = [block for each in lists for block in each]
     recompute, cuts = checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, *lists)
-    return take_steps(sch, config, recompute, cuts, lambda: [split(block) for block in blocks])
+    return take_steps(sch, config, recompute, cuts, partial(split, blocks))
 
 
-def split(block: Schedule) -> None:
-    """Split a block over the channels between its first two convolutions, and a third convolution over its output."""
-    block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-    block["bn1"].shard("weight", axis=0)
-    block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    if "conv3" in block:
-        block["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-3)
+def split(blocks: Iterable[Schedule]) -> None:
+    """Split blocks over the channels between their first two convolutions, and a third convolution over its output."""
+    for block in blocks:
+        block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        block["bn1"].shard("weight", axis=0)
+        block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        if "conv3" in block:
+            block["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-3)

@@ -262,7 +262,7 @@ def as_untraced(schedule: Schedule) -> Iterator[None]:
     views: dict[nn.Module, nn.Module] = {}
     for module in top.modules():
         variants = variants_of(module)
-        if isinstance(module, TracedModule) and variants is not None and not variants.is_rewritten and variants.inner is None:
+        if variants is not None and not variants.is_rewritten and variants.inner is None:
             views[as_original(module)] = module
     for module in list(top.modules()) if views else ():
         schedule.touch(module)

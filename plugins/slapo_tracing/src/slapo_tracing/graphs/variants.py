@@ -307,7 +307,7 @@ class Variants(Hidden):
         self.first.move_constants(self.input_check, inputs)
         return (), inputs
 
-    def original(self, module: GraphOwner) -> Callable[..., Any]:
+    def original(self, module: nn.Module) -> Callable[..., Any]:
         """Return the forward that was traced, bound to the module's present attributes, parameters and submodules."""
         view = self.before_trace(module)
         return MethodType(type(view).forward, view)

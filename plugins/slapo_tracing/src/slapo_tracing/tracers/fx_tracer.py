@@ -17,9 +17,7 @@ from ..nodes.nested_values import MODULE_TABLES, difference, fingerprint, is_inp
 from ..nodes.opaque_modules import is_opaque
 from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes
 from ..recording.module_hooks import share_hooks
-from .value_tracer import trace_again
-
-Plan = Callable[[str, nn.Module], str]
+from .value_tracer import Plan, trace_again
 
 
 class SymbolicGuard(Guard):

@@ -119,14 +119,8 @@ class _Session(TorchFunctionMode):
     def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded. If its graph may have inlined the target, run its original forward."""
         variants = variants_of(module)
-        if (
-            self.graphs
-            or variants is None
-            or variants.is_rewritten
-            or all(child is not self.target for child in module.modules())
-        ):
+        if self.graphs or variants is None or variants.is_rewritten or self.target not in module.modules():
             return call(module, *args, **kwargs)
-        assert isinstance(module, TracedModule)
         with innermost_forward(module, variants.original(module)):
             return call(module, *args, **kwargs)
 
