@@ -16,7 +16,7 @@ from slapo_tracing.nodes import wrap_forward
 from .forward_wrappers.recomputation import CheckpointWrapper, is_checkpointed
 from .module_lists import check_module, modules_of_list
 from .selective_checkpoint.budget import call_policies, parse_budget
-from .selective_checkpoint.policies import contexts_of
+from .selective_checkpoint.kept_outputs import contexts_of
 
 
 class CheckpointPrimitive(Primitive):

@@ -22,7 +22,7 @@ from ..forward_state.arguments import Arguments
 from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
 from ..forward_state.value_kinds import Kind, kind_of
-from ..selective_checkpoint.policies import OperatorPolicy, contexts_of
+from ..selective_checkpoint.kept_outputs import OperatorPolicy, contexts_of
 from .cpu_offload import OffloadWrapper, find_offload, offload_disabled
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")

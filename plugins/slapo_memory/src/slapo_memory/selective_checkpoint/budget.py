@@ -34,8 +34,7 @@ from slapo_tracing.recording import Sandbox
 from ..forward_state._torch_private import completed_work, is_about_fake_tensors, storage_key
 from ..forward_state.arguments import Arguments
 from ..forward_state.random_state import GeneratorState, RandomState, generators_in
-from .kept_outputs import CountingMode, has_own_storage, mutated_tensors, tensors_in
-from .policies import CallPolicy
+from .kept_outputs import CallPolicy, CountingMode, has_own_storage, mutated_tensors, tensors_in
 
 _UNITS = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)} | {"kB": 1000}
