@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from slapo_core import create_schedule
 from slapo_fusion.compilers import with_cpu_operators
-from slapo_fusion.cpu_operators.dropout import DropoutFunction, dropout, dropout_mask, fast_dropout, fast_dropout_mask
+from slapo_fusion.cpu_operators import DropoutFunction, dropout, dropout_mask, fast_dropout, fast_dropout_mask
 from slapo_tracing import trace_module
 from slapo_verify.comparison import assert_equivalent
 

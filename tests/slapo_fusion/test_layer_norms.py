@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import create_schedule
-from slapo_fusion.cpu_operators import layer_norms
-from slapo_fusion.cpu_operators.layer_norms import call_norm, layer_norm
+from slapo_fusion import cpu_operators
+from slapo_fusion.cpu_operators import call_norm, layer_norm
 from slapo_tracing.matching.patterns import call_module
 from slapo_verify.comparison import assert_equivalent
 
@@ -52,8 +52,8 @@ def test_a_fused_chain_is_the_unmodified_ones_mask_numbers_and_gradients(
     sch = create_schedule(copy.deepcopy(before), example_inputs=(X, X)).trace()
     sch.fuse(sch.find(chain))
     whole: list[Any] = []
-    inner = layer_norms._forward
-    monkeypatch.setattr(layer_norms, "_forward", lambda *args: whole.append(args) or inner(*args))
+    inner = cpu_operators._layer_norm
+    monkeypatch.setattr(cpu_operators, "_layer_norm", lambda *args: whole.append(args) or inner(*args))
     assert_equivalent(before, sch.mod, X, 2 * X)
     assert len(whole) == 2, "the layer and the function, seen while it is compiled"
 
@@ -86,11 +86,11 @@ def test_it_is_torchs_to_the_bit(dtypes: Any, given: Any, wants: Any) -> None:
 
 def test_torch_knows_the_operation_and_its_gradient() -> None:
     weight, bias = (torch.randn(8, requires_grad=True) for _ in range(2))
-    torch.library.opcheck(layer_norms._forward, (X.clone().requires_grad_(), [8], weight, bias, 1e-5))
-    torch.library.opcheck(layer_norms._forward, (X.bfloat16(), [4, 8], None, None, 1e-5))
+    torch.library.opcheck(cpu_operators._layer_norm, (X.clone().requires_grad_(), [8], weight, bias, 1e-5))
+    torch.library.opcheck(cpu_operators._layer_norm, (X.bfloat16(), [4, 8], None, None, 1e-5))
     mean = X.mean(-1, keepdim=True)
     arguments = (X, X, [8], mean, torch.ones_like(mean), weight.detach(), bias.detach(), [True, False, True])
-    torch.library.opcheck(layer_norms._backward, arguments)
+    torch.library.opcheck(cpu_operators._layer_norm_backward, arguments)
 
 
 def test_a_device_that_is_no_cpu_and_what_is_more_than_a_tensor_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_device_that_is_no_cpu_and_what_is_more_than_a_tensor_are_left_to_torc
     class Marked(torch.Tensor):
         pass
 
-    monkeypatch.setattr(layer_norms, "_forward", refuse)
+    monkeypatch.setattr(cpu_operators, "_layer_norm", refuse)
     assert layer_norm(X.to("meta"), (8,)).shape == X.shape
     assert type(layer_norm(X.as_subclass(Marked), (8,))) is Marked
 

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core import Schedule, ScheduleError, create_schedule, get_cuda_rng_tracker, load_schedule, set_random_seed
-from slapo_memory.selective_checkpoint.budget import parse_budget
+from slapo_memory.selective_checkpoint.budget import Operator, parse_budget, select_operators
 from slapo_memory.selective_checkpoint.kept_outputs import _KeptOutput, tensors_in
-from slapo_memory.selective_checkpoint.operator_costs import Operator, select_operators
 from slapo_verify.comparison import assert_equivalent
 
 pytestmark = pytest.mark.usefixtures("only_memory")

@@ -21,7 +21,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import PluginError, Registry, Schedule, ScheduleError, UnknownNameError, hookimpl, use_registry
 from slapo_models import apply_schedule, get_schedule, register_schedule
-from slapo_models.registration import REGISTERED_SCHEDULES
+from slapo_models.apply import REGISTERED_SCHEDULES
 from slapo_verify.comparison import assert_equivalent
 from tests.slapo_models.cases import CASES
 

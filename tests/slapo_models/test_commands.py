@@ -15,7 +15,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo.cli.app import create_app
 from slapo_core import Registry, use_registry
-from slapo_models.registration import REGISTERED_SCHEDULES
+from slapo_models.apply import REGISTERED_SCHEDULES
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 

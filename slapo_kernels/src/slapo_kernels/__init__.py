@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .dispatch.dispatcher import choose, explain, kernel_names, reset, run
-from .dispatch.implementation import Implementation
+from .dispatch.kernels import Implementation
 from .implementations import eager
 
 __all__ = ["Implementation", "choose", "eager", "explain", "kernel_names", "reset", "run"]

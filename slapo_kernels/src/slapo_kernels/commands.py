@@ -15,9 +15,7 @@ def register(app: Any) -> None:
     """Add the command to the command line."""
     import typer
 
-    def kernels(
-        as_json: bool = typer.Option(False, "--json", help="Print data instead of a table."),
-    ) -> None:
+    def kernels(as_json: bool = typer.Option(False, "--json", help="Print data instead of a table.")) -> None:
         """List the implementations of each kernel: the one used here, and why others cannot be used."""
         rows = kernel_rows("cuda" if torch.cuda.is_available() else "cpu")
         typer.echo(json.dumps({"kernels": rows}, indent=2) if as_json else table_of(rows))

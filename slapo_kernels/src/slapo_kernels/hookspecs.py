@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slapo_core import hookspec
 
 if TYPE_CHECKING:
-    from .dispatch.implementation import Implementation
+    from .dispatch.kernels import Implementation
 
 
 @hookspec

@@ -11,13 +11,13 @@ from torch import fx, nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, UnknownNameError, get_logger, is_sharded, paths
 
+from . import transformers_attention as attention
 from .dispatch.dispatcher import choose, kernel_names
 from .dispatch.registry import implementation_registry
 from .lazy.logits import LazyHead
 from .recognition.graph_patterns import FoundCall, find_calls
 from .recognition.module_search import ServedModule, find_modules
 from .replacements.kernel_modules import FusedForward, KernelCall, kernel_forward_of, with_kernels
-from .transformers_attention import attn_implementation as attention
 
 _NAMED_ONLY = ("embedding", "linear_cross_entropy")
 
@@ -90,11 +90,7 @@ class UseKernelsPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        schedule: Schedule,
-        names: str | Iterable[str] | None = None,
-        force: Mapping[str, str] | None = None,
-        *,
-        checked: _Plan,
+        schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None, *, checked: _Plan
     ) -> None:
         """Put the replacements in, and record the paths per kernel in the metadata."""
         before: dict[str, tuple[str, ...]] = schedule.metadata.primitives["use_kernels"] or {}

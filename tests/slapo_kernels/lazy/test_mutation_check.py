@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import SlapoError, create_schedule
+from slapo_kernels.lazy.head_inputs import MutationCheck
 from slapo_kernels.lazy.logits import LazyLogits
-from slapo_kernels.lazy.mutation_check import MutationCheck
 from tests.zoo.families import FAMILIES
 
 LABELS = torch.tensor([1, 2, -100, 4, 5, 6, 0, 8])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slapo_kernels.recognition.meta_results import result_of
+from slapo_kernels.recognition.forward_observer import result_of
 
 ROWS, WEIGHT = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((2, 3, 8), (8,)))
 Call = tuple[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]]

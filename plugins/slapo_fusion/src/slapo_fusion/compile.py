@@ -14,6 +14,7 @@ from torch import nn
 from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import forward_wrappers, wrap_forward
+from slapo_tracing.tracers import is_container
 
 from ._torch_private import is_dry_run, mode_options
 from .compilers import SAME_DRAWS
@@ -87,10 +88,9 @@ def _empty_function() -> None:
 
 def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """Return this module, or the members of a module list, each once, with their paths."""
-    mod = schedule.mod
-    if isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward:
+    if is_container(schedule.mod):
         return [*{id(child.mod): (child.path, child.mod) for child in schedule.child.values()}.values()]
-    return [(schedule.path, mod)]
+    return [(schedule.path, schedule.mod)]
 
 
 class CompileWrapper:
@@ -108,7 +108,6 @@ class CompileWrapper:
             self._options["options"] = {**SAME_DRAWS, **of_mode, **(options.get("options") or {})}
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled forward."""
         if torch.compiler.is_compiling() or is_dry_run():  # an outer module is compiled with this one in it
             return call(*args, **kwargs)
         return self._compile_innermost(call, self._between)(*args, **kwargs)

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from slapo_core import Entry, Schedule, ScheduleError, UnknownNameError, failure_reason
 from slapo_tracing.nodes import is_opaque
 
-from .cpu_operators.dropout import Dropout, DropoutFunction, dropout, fast_dropout
-from .cpu_operators.gelu import Gelu, gelu, options_for
-from .cpu_operators.layer_norms import LayerNorm, call_norm, layer_norm
+from .cpu_operators import CpuLayer, DropoutFunction, call_norm, dropout, fast_dropout, gelu, gelu_formula, layer_norm
 
 LAYER = "slapo_layer"
 """Key in the ``meta`` of a node that calls a layer: the layer's path and class."""
@@ -57,7 +55,14 @@ def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _compile_region(region: fx.GraphModule) -> Callable[..., Any]:
-    return torch.compile(region, options=SAME_DRAWS | options_for(region))
+    graphs = [part.graph for part in region.modules() if isinstance(part, fx.GraphModule)]
+    is_called = any(graph.find_nodes(op="call_function", target=gelu) for graph in graphs)
+    options: dict[str, Any] = dict(SAME_DRAWS)
+    if is_called or any(isinstance(part, CpuLayer) and part.function is gelu for part in region.modules()):
+        from . import _torch_inductor_pass  # noqa: PLC0415 - takes seconds
+
+        options |= _torch_inductor_pass.options({torch.ops.slapo.gelu.default: gelu_formula})
+    return torch.compile(region, options=options)
 
 
 def with_cpu_operators(region: fx.GraphModule, draw: DropoutFunction = dropout) -> fx.GraphModule:
@@ -75,9 +80,8 @@ def with_cpu_operators(region: fx.GraphModule, draw: DropoutFunction = dropout) 
 def _cpu_operator(part: nn.Module, draw: DropoutFunction) -> nn.Module:
     if isinstance(part, fx.GraphModule):
         return with_cpu_operators(part, draw)
-    if type(part) is nn.Dropout:
-        return Dropout(part, draw)
-    return LayerNorm(part) if type(part) is nn.LayerNorm else Gelu(part) if type(part) is nn.GELU else part
+    functions: dict[type, Callable[..., torch.Tensor]] = {nn.Dropout: draw, nn.LayerNorm: layer_norm, nn.GELU: gelu}
+    return CpuLayer(part, functions[type(part)]) if type(part) in functions else part
 
 
 def torchscript(region: fx.GraphModule) -> Callable[..., Any]:

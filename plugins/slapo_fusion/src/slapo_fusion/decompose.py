@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,7 +77,6 @@ class LinearWithSeparateBias(nn.Linear):
     _slapo_layer_class = nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input @ weight.T + bias``, in two operations."""
         return F.linear(input, self.weight) + self.bias
 
 
@@ -86,7 +86,6 @@ class Conv1dWithSeparateBias(nn.Conv1d):
     _slapo_layer_class = nn.Conv1d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv1d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.unsqueeze(-1)
@@ -98,7 +97,6 @@ class Conv2dWithSeparateBias(nn.Conv2d):
     _slapo_layer_class = nn.Conv2d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the convolution plus the bias, in two operations."""
         assert self.bias is not None
         found = F.conv2d(input, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
         return found + self.bias.view(-1, 1, 1)
@@ -112,7 +110,6 @@ class _SeparateBiasMixin:
     bias: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight + bias``, in two operations."""
         return torch.matmul(x, self.weight) + self.bias
 
 
@@ -145,7 +142,6 @@ class _OutputPartsMixin:
     outputs_first: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the concatenated products of the parts."""
         weight = self.weight if self.outputs_first else self.weight.T
         if weight.shape[0] != sum(self.parts):
             what = f"a projection in parts of {', '.join(map(str, self.parts))} outputs has {weight.shape[0]} now"
@@ -156,18 +152,14 @@ class _OutputPartsMixin:
         return torch.cat([F.linear(input, part, bias) for part, bias in zip(weights, biases, strict=True)], dim=-1)
 
 
-_IN_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def _is_transposed(cls: type[nn.Module]) -> bool:
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+@cache
 def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _IN_PARTS:
-        own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
-        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
-    return _IN_PARTS[cls]
+    own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
+    return type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
 
 
 def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:

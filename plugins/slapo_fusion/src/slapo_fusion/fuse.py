@@ -91,12 +91,7 @@ def _module_for_call(make: Compiler, compiler: str | None, traced: fx.GraphModul
 
 
 class RegionFunction:
-    """A region and its compiler; copies of it compile anew.
-
-    Args:
-        compiler: The compiler.
-        region: The region.
-    """
+    """A region and its compiler; copies of it compile anew."""
 
     def __init__(self, compiler: Compiler, region: fx.GraphModule) -> None:
         self._compiler, self.region = compiler, region

@@ -14,9 +14,9 @@ from slapo_tracing.matching import matches_of
 from slapo_tracing.nodes import wrap_forward
 
 from .forward_wrappers.recomputation import CheckpointWrapper, is_checkpointed
-from .module_lists import modules_of_list
+from .module_lists import check_module, modules_of_list
 from .selective_checkpoint.budget import call_policies, parse_budget
-from .selective_checkpoint.policies import contexts_of
+from .selective_checkpoint.kept_outputs import contexts_of
 
 
 class CheckpointPrimitive(Primitive):
@@ -84,7 +84,7 @@ class CheckpointPrimitive(Primitive):
         if subgraph is None:
             chosen = _chosen(schedule, ratio)
             for each in chosen:
-                _check_module(each)
+                check_module(each, "checkpoint", is_checkpointed(each.mod))
             policies = [policy] * len(chosen) if allowed is None else call_policies(schedule, chosen, allowed)
             return [*zip(chosen, policies, strict=True)]
         for name, option in (("a ratio", ratio), ("a budget", budget), ("order_args_fn", order_args_fn)):
@@ -147,14 +147,6 @@ def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
         raise _error(schedule, f"a ratio of {ratio} is none of {len(children)} modules; give a larger one, or leave it out")
     total = len(children)
     return [child for index, child in enumerate(children) if (index + 1) * count // total > index * count // total]
-
-
-def _check_module(schedule: Schedule) -> None:
-    mod = schedule.mod
-    if is_checkpointed(mod):
-        raise _error(schedule, "is checkpointed already; once is enough")
-    if type(mod).forward is nn.Module.forward and "forward" not in mod.__dict__:
-        raise _error(schedule, f"a {type(mod).__name__} has no forward of its own; checkpoint the modules in it")
 
 
 def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> None:

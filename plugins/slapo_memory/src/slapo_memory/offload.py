@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.nodes import forward_wrappers, wrap_forward
 
 from .forward_wrappers.cpu_offload import OffloadWrapper
-from .module_lists import modules_of_list
+from .module_lists import check_module, modules_of_list
 
 MIN_BYTES = 2**20
 
@@ -44,7 +42,8 @@ class OffloadPrimitive(Primitive):
             raise _error(schedule, "the list is empty; there is nothing to offload")
         chosen = listed or [schedule]
         for each in chosen:
-            _check_module(each)
+            wrappers = forward_wrappers(each.mod)
+            check_module(each, "offload", any(isinstance(wrapper, OffloadWrapper) for wrapper in wrappers))
         return chosen
 
     @staticmethod
@@ -52,14 +51,6 @@ class OffloadPrimitive(Primitive):
         for chosen in checked:
             schedule.touch(chosen.mod)
             wrap_forward(chosen.mod, OffloadWrapper(min_bytes))
-
-
-def _check_module(schedule: Schedule) -> None:
-    mod = schedule.mod
-    if any(isinstance(wrapper, OffloadWrapper) for wrapper in forward_wrappers(mod)):
-        raise _error(schedule, "is offloaded already; once is enough")
-    if type(mod).forward is nn.Module.forward and "forward" not in mod.__dict__:
-        raise _error(schedule, f"a {type(mod).__name__} has no forward of its own; offload the modules in it")
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

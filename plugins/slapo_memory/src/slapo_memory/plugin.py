@@ -7,7 +7,4 @@ from slapo_core import hookimpl
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    return {
-        "checkpoint": "slapo_memory.checkpoint:CheckpointPrimitive",
-        "offload": "slapo_memory.offload:OffloadPrimitive",
-    }
+    return {"checkpoint": "slapo_memory.checkpoint:CheckpointPrimitive", "offload": "slapo_memory.offload:OffloadPrimitive"}

@@ -1,20 +1,23 @@
-"""``apply_schedule``: the ready schedule of a model family, by its key."""
+"""``apply_schedule``: the ready schedule of a model family, by its key; and the schedules registered in this process."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from slapo_core import Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
+from slapo_core import Entry, Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
 
-from .registration import REGISTERED_SCHEDULES, schedule_names
 from .shared_steps.configuration import CREATE_SCHEDULE_OPTIONS
 from .shared_steps.precision import restored_on_error
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: Any) -> Schedule:
@@ -47,6 +50,42 @@ def get_schedule(key: str) -> Callable[..., Schedule]:
         UnknownNameError: no such schedule.
     """
     return _schedule_of(key, default_registry())
+
+
+REGISTERED_SCHEDULES: dict[str, Entry] = {}
+"""Key to the function that was registered in this process."""
+
+
+def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
+    """Register a function ``(model_or_schedule, **config) -> Schedule`` in this process, by a decorator.
+
+    It is for notebooks and tests; plugins use the hook ``slapo_models``.
+    Registering a function of the same module and name once more, as notebooks do, replaces it.
+
+    Args:
+        key: What ``apply_schedule`` is to call it; by default the name of the file the function is in, without its suffix.
+
+    Raises:
+        PluginError: a plugin, or another function, has this key.
+    """
+    if callable(key):
+        raise ScheduleError(
+            "is given a function; write @register_schedule() or @register_schedule('key')", primitive="register_schedule"
+        )
+
+    def register(function: Function) -> Function:
+        entry = Entry("model", Path(inspect.getfile(function)).stem if key is None else key, function)
+        entry.check(())
+        before = REGISTERED_SCHEDULES.get(entry.name)
+        others = [each for each in default_registry().entries("model") if each.name == entry.name]
+        if before is not None and _import_path(before.target) != _import_path(function):
+            others.append(before)
+        if others:
+            raise Entry.conflict([*others, entry])
+        REGISTERED_SCHEDULES[entry.name] = entry
+        return function
+
+    return register
 
 
 def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
@@ -121,3 +160,12 @@ def _registry_of(given: nn.Module | Schedule, config: Mapping[str, Any]) -> Regi
         return given.registry
     plugins = config.get("plugins")
     return plugins if isinstance(plugins, Registry) else default_registry()
+
+
+def schedule_names(registry: Registry) -> list[str]:
+    """Return all keys, including those of this process."""
+    return sorted({*REGISTERED_SCHEDULES, *(entry.name for entry in registry.entries("model"))})
+
+
+def _import_path(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"

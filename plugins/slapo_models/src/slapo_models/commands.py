@@ -12,9 +12,7 @@ from slapo_core import Registry, default_registry
 def register(app: Any) -> None:
     import typer
 
-    def models(
-        as_json: bool = typer.Option(False, "--json", help="Print data instead of a table."),
-    ) -> None:
+    def models(as_json: bool = typer.Option(False, "--json", help="Print data instead of a table.")) -> None:
         """List the ready schedules: the key of each, what it is for, and which distribution it comes from."""
         registry = default_registry()
         rows = model_rows(registry)

@@ -10,8 +10,7 @@ from typing import Any
 
 from slapo_core import Entry, PluginError, PluginRecord, ScheduleError, UnknownNameError, default_registry, failure_reason
 
-from .implementation import Function, Implementation
-from .kernels import KERNELS
+from .kernels import KERNELS, Function, Implementation
 
 ENVIRONMENT_VARIABLE = "SLAPO_KERNELS"
 """Environment variable ``kernel=implementation,...``, ``*`` for all kernels that have it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from .attention_masks import check_mask
-from .cross_entropy_labels import check_labels
+from slapo_core import ScheduleError
 
 Tensor = torch.Tensor
 
@@ -31,6 +31,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Activations of ``bias_act``."""
 CASTS = ("input", "weight")
 """Values of ``cast`` of ``rms_norm``."""
+
+
+def check_mask(mask: torch.Tensor | None, *, is_causal: bool = False, **options: Any) -> None:
+    """Raise ``ValueError`` for a mask beside ``is_causal``, of all options of ``attention``."""
+    if is_causal and mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
 
 
 def attention(
@@ -92,7 +98,6 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Return the tensor in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -149,6 +154,17 @@ def bias_act(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
 def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float, training: bool) -> Tensor:
     """``residual + dropout(x + bias)``."""
     return F.dropout(x if bias is None else x + bias, p, training) + residual
+
+
+def check_labels(hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """Raise ``ScheduleError`` unless there is one label of ``torch.int64`` per row; values are not checked."""
+    if labels.shape != hidden.shape[:-1]:
+        rows, found = list(hidden.shape[:-1]), list(labels.shape)
+        raise ScheduleError(
+            f"run('linear_cross_entropy'): labels are of shape {found}, and the rows of hidden states of {rows}"
+        )
+    if labels.dtype is not torch.long:
+        raise ScheduleError(f"run('linear_cross_entropy'): labels are of {labels.dtype}; give them as torch.int64")
 
 
 def linear_cross_entropy(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from .attention_masks import check_mask, has_fully_masked_query
+from .eager import check_mask
+from .native import has_fully_masked_query
 
 Tensor = torch.Tensor
 

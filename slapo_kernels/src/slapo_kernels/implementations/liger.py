@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .cross_entropy_labels import fused_cross_entropy, is_autocast
 from .eager import check_cast
+from .native import fused_cross_entropy
 
 Tensor = torch.Tensor
 
@@ -45,7 +45,7 @@ def refuses_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, **
     """Return the reason why Liger cannot compute the call, or computes something else than torch; or None."""
     if weight is None or bias is None:
         return "takes a weight and a bias"
-    if is_autocast(x):
+    if torch.is_autocast_enabled(x.device.type):
         return "does not give float32 under autocast, as torch does"
     return None if x.dtype is weight.dtype is bias.dtype else f"takes one dtype, not {x.dtype} and {weight.dtype}"
 

@@ -89,19 +89,8 @@ class FlashAttention(nn.Module):
                 raise ValueError(f"FlashAttention has no {name}; call the model without it, or keep its own attention")
         if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
             raise ValueError(f"FlashAttention takes [batch, length, width], not {list(hidden_states.shape)}")
-        q, k, v = (each.transpose(1, 2) for each in self._project(hidden_states))
-        mask = None if attention_mask is None else _kernel_mask(attention_mask, q.shape[2], self.is_decoder)
-        out: torch.Tensor = run(
-            "attention",
-            q,
-            k,
-            v,
-            mask,
-            choice=self.choice,
-            dropout_p=self.attn_pdrop if self.training else 0.0,
-            is_causal=self.is_decoder and mask is None,
-        )
-        out = out.transpose(1, 2).flatten(2)
+        dropout_p = self.attn_pdrop if self.training else 0.0
+        out = _attend(self._project(hidden_states), attention_mask, self.is_decoder, dropout_p, choice=self.choice).flatten(2)
         return (self.resid_dropout(self.out_proj(out)) if self.output_proj else out), None
 
     def extra_repr(self) -> str:
@@ -145,9 +134,7 @@ class FlashAttentionOp(nn.Module):
         """Attend.
 
         Args:
-            query_layer: ``[batch, length, heads, head size]``.
-            key_layer: Likewise.
-            value_layer: Likewise.
+            query_layer: ``[batch, length, heads, head size]``, and so are ``key_layer`` and ``value_layer``.
             attention_mask: As in ``FlashAttention``, or None.
             p: Dropout probability of the attention weights in training.
 
@@ -158,21 +145,10 @@ class FlashAttentionOp(nn.Module):
             ValueError: ``p`` is no probability, or a broadcast mask is neither bool nor floating.
         """
         check_probability("p", p)
-        mask = None if attention_mask is None else _kernel_mask(attention_mask, query_layer.shape[1], self.apply_causal_mask)
-        heads = (each.transpose(1, 2) for each in (query_layer, key_layer, value_layer))
-        out: torch.Tensor = run(
-            "attention",
-            *heads,
-            mask,
-            choice=self.choice,
-            dropout_p=p if self.training else 0.0,
-            is_causal=self.apply_causal_mask and mask is None,
-            scale=self.scale,
-        )
-        return out.transpose(1, 2)
+        heads, p = (query_layer, key_layer, value_layer), p if self.training else 0.0
+        return _attend(heads, attention_mask, self.apply_causal_mask, p, choice=self.choice, scale=self.scale)
 
     def extra_repr(self) -> str:
-        """Return the arguments."""
         return f"attn_op_name={self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}, scale={self.scale}"
 
 
@@ -185,6 +161,16 @@ def implementation_named(attn_op_name: str) -> str | None:
     if isinstance(attn_op_name, str) and attn_op_name in _ESTABLISHED_NAMES:
         return _ESTABLISHED_NAMES[attn_op_name]
     return implementation_registry().get("attention", attn_op_name).name
+
+
+def _attend(
+    heads: tuple[torch.Tensor, ...], mask: torch.Tensor | None, is_causal: bool, dropout_p: float, **options: Any
+) -> torch.Tensor:
+    """Return the attention of query, key and value, all ``[batch, length, heads, head size]``, in the same shape."""
+    q, k, v = (each.transpose(1, 2) for each in heads)
+    mask = None if mask is None else _kernel_mask(mask, q.shape[2], is_causal)
+    out: torch.Tensor = run("attention", q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal and mask is None, **options)
+    return out.transpose(1, 2)
 
 
 def _kernel_mask(mask: torch.Tensor, length: int, is_causal: bool) -> torch.Tensor:

@@ -32,12 +32,7 @@ class FusedMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        orig_act: str,
-        resid_pdrop: float = 0.0,
-        use_torchscript: bool = False,
+        self, hidden_size: int, intermediate_size: int, orig_act: str, resid_pdrop: float = 0.0, use_torchscript: bool = False
     ) -> None:
         super().__init__()
         check_probability("resid_pdrop", resid_pdrop)
@@ -55,7 +50,6 @@ class FusedMLP(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """Return the activation."""
         return f"orig_act={self.orig_act!r}"
 
 

@@ -19,11 +19,8 @@ class LinearWithSeparateBias(nn.Linear):
     """``nn.Linear`` as a matrix product followed by the addition of the bias.
 
     Args:
-        in_features: As ``nn.Linear``.
-        out_features: As ``nn.Linear``.
+        in_features: As ``nn.Linear``, and so are ``out_features``, ``device`` and ``dtype``.
         bias: As ``nn.Linear``; without one there is the product alone.
-        device: As ``nn.Linear``.
-        dtype: As ``nn.Linear``.
         sync_fn: Function of the product, such as an all-reduce over ranks that shard the input features; the bias is added to
             its result.
     """
@@ -57,7 +54,6 @@ class LinearWithSyncFunc(LinearWithSeparateBias):
     """``LinearWithSeparateBias`` under its established name: ``sync_fn(product) + bias``."""
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the function."""
         return f"{super().extra_repr()}, sync_fn={getattr(self.sync_fn, '__name__', self.sync_fn)}"
 
 
@@ -65,13 +61,9 @@ class LinearWithAct(LinearWithSeparateBias):
     """``activation(linear(x))``, with activation and bias by the kernel ``bias_act``.
 
     Args:
-        in_features: As ``nn.Linear``.
-        out_features: As ``nn.Linear``.
-        bias: As ``nn.Linear``.
+        in_features: As ``nn.Linear``, and so are ``out_features``, ``bias``, ``device`` and ``dtype``.
         act_fn: Name of the activation: ``"gelu"`` (with erf), ``"gelu_tanh"``, ``"gelu_new"``, ``"quick_gelu"``, ``"relu"``,
             ``"relu2"``, ``"silu"``, or Transformers' ``"gelu_pytorch_tanh"`` and ``"swish"``.
-        device: As ``nn.Linear``.
-        dtype: As ``nn.Linear``.
         sync_fn: As ``LinearWithSeparateBias``.
 
     Raises:
@@ -98,7 +90,6 @@ class LinearWithAct(LinearWithSeparateBias):
         return out
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the activation."""
         return f"{super().extra_repr()}, act_fn={self.act_fn!r}"
 
 
@@ -106,13 +97,8 @@ class LinearWithDropout(LinearWithSeparateBias):
     """``dropout(linear(x))``; the masks are those of ``nn.Dropout`` for the same random state.
 
     Args:
-        in_features: As ``nn.Linear``.
-        out_features: As ``nn.Linear``.
-        bias: As ``nn.Linear``.
-        p: As ``nn.Dropout``.
-        inplace: As ``nn.Dropout``.
-        device: As ``nn.Linear``.
-        dtype: As ``nn.Linear``.
+        in_features: As ``nn.Linear``, and so are ``out_features``, ``bias``, ``device`` and ``dtype``.
+        p: As ``nn.Dropout``, and so is ``inplace``.
         sync_fn: As ``LinearWithSeparateBias``.
     """
 
@@ -136,7 +122,6 @@ class LinearWithDropout(LinearWithSeparateBias):
         return F.dropout(super().forward(x), self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
-        """Return the layer's arguments and the probability."""
         return f"{super().extra_repr()}, p={self.p}, inplace={self.inplace}"
 
 

@@ -33,7 +33,6 @@ class Print(nn.Module):
         return inputs[0] if len(inputs) == 1 else inputs
 
     def extra_repr(self) -> str:
-        """Return the message."""
         return repr(self.message)
 
     def _describe_tensor(self, tensor: torch.Tensor) -> _UnquotedText:

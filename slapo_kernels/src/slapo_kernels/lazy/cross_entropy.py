@@ -43,8 +43,7 @@ class CrossEntropyOptions:
 
     Args:
         choice: Implementation that the user forced.
-        ignore_index: As ``F.cross_entropy``.
-        reduction: As ``F.cross_entropy``.
+        ignore_index: As ``F.cross_entropy``, and so is ``reduction``.
         dtype: Dtype of the loss.
         logits_dtype: Dtype of the logits.
     """
@@ -126,3 +125,23 @@ def _of_logits(saved: Sequence[Any], loss: CrossEntropyOptions, grad: torch.Tens
             found = F.cross_entropy(logits, target, ignore_index=loss.ignore_index, reduction=loss.reduction).to(loss.dtype)
             (of_logits,) = torch.autograd.grad(found, logits, grad, create_graph=again)
     return of_logits
+
+
+def is_labels(target: Any, logits: torch.Tensor, ignore_index: int) -> bool:
+    """Return whether these are valid labels, one per row. On a GPU their values are not read: its kernels trap on a bad one."""
+    if type(target) is not torch.Tensor or target.dtype is not torch.long or target.device != logits.device:
+        return False
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or not len(target):
+        return False
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    return bool(((target >= 0) & (target < logits.shape[-1]) | (target == ignore_index)).all())
+
+
+def dtype_of_loss(logits: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a cross entropy of these logits, which autocast may change."""
+    kind = logits.device.type
+    if not torch.is_autocast_enabled(kind):
+        return logits.dtype
+    row = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
+    return F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=logits.device)).dtype

@@ -7,7 +7,8 @@ computes its base, and with it all other views. Until then, hidden states and we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,27 +17,21 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from slapo_core import SlapoError
 from slapo_tracing.nodes import is_opaque
 
 from ..implementations._torch_private import is_fsdp_hook, is_transformed
-from .cross_entropy import GradientObservers
-from .mutation_check import MutationCheck
-from .views import LAZY_FUNCTIONS
+from .cross_entropy import CrossEntropyOptions, GradientObservers, LazyCrossEntropy, dtype_of_loss, is_labels
+from .head_inputs import HeadInputs, LazyLogitsError, MutationCheck
 
 
 @dataclass(frozen=True)
 class LazyHead:
-    """Forward of a language-model head that returns lazy logits.
-
-    Args:
-        inputs: Name of the forward's argument.
-        choice: Implementation that the user forced.
-    """
+    """Forward of a language-model head that returns lazy logits; its attributes are those of a ``KernelForward``."""
 
     inputs: tuple[str, ...] = ("input",)
     choice: str | None = None
     kernels: ClassVar[tuple[str, ...]] = ("linear_cross_entropy",)
+    method: ClassVar[str] = "forward"
 
     @property
     def is_forced(self) -> bool:
@@ -56,7 +51,6 @@ class LazyHead:
         return (alike or cast) and x.dim() > 1 and x.shape[-1] == module.weight.shape[-1]
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return lazy logits."""
         weight, bias, kind = module.weight, module.bias, x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype in _CAST:  # the loss may be computed outside the autocast region
             dtype = torch.get_autocast_dtype(kind)
@@ -65,39 +59,6 @@ class LazyHead:
         source = HeadInputs(x, weight, bias, self.choice, mutation_check)
         logits: torch.Tensor = _Head.apply(x, weight, bias, source, x.dtype)  # type: ignore[no-untyped-call]
         return logits
-
-
-def find_heads(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the heads of Transformers' models from ``root`` down, as they declare them, and ``root`` if it is a Linear."""
-    heads = [root] if isinstance(root, nn.Linear) else []
-    for module in root.modules():
-        ask = getattr(module, "get_output_embeddings", None)
-        heads += [ask()] if callable(ask) else []
-    ids = {id(head) for head in heads if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward}
-    return {path: module for path, module in root.named_modules() if id(module) in ids}
-
-
-@dataclass(frozen=True)
-class HeadInputs:
-    """Inputs of a head, from which lazy logits are computed.
-
-    Args:
-        hidden: Hidden states, attached to the autograd graph, as are the others: the kernel has a backward of its own.
-        weight: Weight of the head.
-        bias: Bias of the head.
-        choice: Implementation that the user forced.
-        mutation_check: Check that the three have not changed since the head was called.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    choice: str | None
-    mutation_check: MutationCheck
-
-
-class LazyLogitsError(SlapoError):
-    """Error of lazy logits that can no longer be computed, or are changed in place."""
 
 
 class LazyLogits(torch.Tensor):
@@ -110,10 +71,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        source: HeadInputs,
-        dtype: torch.dtype,
-        of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        cls, source: HeadInputs, dtype: torch.dtype, of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None
     ) -> LazyLogits:
         """Make a wrapper tensor of the logits' shape, without computing values."""
         hidden = source.hidden
@@ -134,21 +92,13 @@ class LazyLogits(torch.Tensor):
         made: torch.Tensor = _View.apply(self, source, change, dtype or self.dtype)  # type: ignore[no-untyped-call]
         return made
 
-    def checked_source(self) -> HeadInputs:
-        """Return the inputs of the head; raise ``LazyLogitsError`` if one was changed or freed since."""
-        if what := self.source.mutation_check.mutation():
-            lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
-            way = "look at them, as by logits.detach(), and compute losses before that, or leave linear_cross_entropy out"
-            raise LazyLogitsError(f"{lost}: somebody {what} since the head ran; {way}")
-        return self.source
-
     def materialize(self) -> torch.Tensor:
         """Return the values, without gradients: these are those of ``_Head`` and ``_View``."""
         with torch.inference_mode(False), torch.no_grad():
             if self.base_view is not None:
                 return self.base_view[1](self.base_view[0].materialize()).to(self.dtype)
             if self.materialized is None:
-                source = self.checked_source()
+                source = self.source.checked()
                 with torch.autocast(self.device.type, enabled=False):
                     self.materialized = F.linear(source.hidden, source.weight, source.bias).to(self.dtype)
             return self.materialized
@@ -167,7 +117,7 @@ class LazyLogits(torch.Tensor):
             # FSDP hooks the logits for a gradient that the loss, which it hooks as well, brings
             if func in _GRADIENT_OBSERVERS and not (first.observers.has_loss and is_fsdp_hook(args[-1])):
                 first.observers.has_observer = True
-            if func in LAZY_FUNCTIONS and first.is_lazy and (found := LAZY_FUNCTIONS[func](*args, **kwargs)) is not None:
+            if func in _LAZY_FUNCTIONS and first.is_lazy and (found := _LAZY_FUNCTIONS[func](*args, **kwargs)) is not None:
                 return found
             if func == _DATA:
                 return first.detach()
@@ -253,3 +203,100 @@ _DATA_READERS = tuple(
 """Functions that need storage, which a wrapper tensor lacks: they get the computed values."""
 _GRADIENT_OBSERVERS = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
 """Functions by which users observe gradients of the logits; from then on the loss's gradient goes through the logits."""
+
+
+_Found = torch.Tensor | None
+"""Result of a lazy version; None if it cannot be lazy: torch's function then runs on the values and raises its own errors."""
+
+
+def _to(logits: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, **others: Any) -> _Found:
+    for arg in args:
+        dtype, device = (arg, device) if isinstance(arg, torch.dtype) else (dtype, arg)
+    same = device is None or (isinstance(device, (str, torch.device)) and torch.device(device) == logits.device)
+    if others or not same or not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        return None
+    return logits if dtype in (None, logits.dtype) else _lazy_view(logits, lambda values: values, dtype)
+
+
+def _view(logits: LazyLogits, *shape: Any, **others: Any) -> _Found:
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        shape = tuple(shape[0])
+    if others or not shape or not all(type(size) is int for size in shape):
+        return None
+    *batch, last = shape
+    if last == -1:
+        last = logits.numel() // (math.prod(batch) or 1)
+    if last != logits.shape[-1] or (-1 not in batch and math.prod(batch) != math.prod(logits.shape[:-1])):
+        return None
+    return _lazy_view(logits, lambda values: values.reshape(*batch, values.shape[-1]))
+
+
+def _flatten(logits: LazyLogits, start_dim: Any = 0, end_dim: Any = -1) -> _Found:
+    dims = range(-logits.dim(), logits.dim())
+    if not (type(start_dim) is type(end_dim) is int and start_dim in dims and end_dim in dims):
+        return None
+    start, end = start_dim % logits.dim(), end_dim % logits.dim()
+    return _lazy_view(logits, lambda values: values.flatten(start, end)) if end < logits.dim() - 1 else None
+
+
+def _getitem(logits: LazyLogits, index: Any) -> _Found:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    (first, *others) = parts or [None]
+    if isinstance(first, torch.Tensor) and not others and first.dtype is torch.bool and 0 < first.dim() < logits.dim():
+        return _lazy_view(logits, lambda values: values[index])
+    if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or parts.count(Ellipsis) > 1:
+        return None
+    given = [part for part in parts if part is not Ellipsis]
+    reaches = len(given) == logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)
+    if reaches and parts[-1] != slice(None):
+        return None
+    return _lazy_view(logits, lambda values: values[index])
+
+
+def _lazy_view(logits: LazyLogits, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> _Found:
+    if logits.requires_grad and not torch.is_grad_enabled():  # a view under no_grad would keep its autograd history
+        return None
+    try:
+        return logits.view_of(change, dtype)
+    except (RuntimeError, IndexError, TypeError, ValueError):  # the error would name hidden states, not logits
+        return None
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> _Found:
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing or logits.observers:
+        return None
+    known = type(ignore_index) is int and reduction in ("mean", "sum", "none")
+    if not known or not is_labels(target, logits, ignore_index):
+        return None
+    source = logits.source.checked()
+    logits.observers.record_loss()
+    tensors = [source.hidden, source.weight, source.bias]
+    if not logits.requires_grad:  # a view that was made without gradients
+        tensors = [each if each is None else each.detach() for each in tensors]
+    loss = CrossEntropyOptions(source.choice, ignore_index, reduction, dtype_of_loss(logits), logits.dtype)
+    found: torch.Tensor = LazyCrossEntropy.apply(*tensors, logits, target, loss, logits.observers)  # type: ignore[no-untyped-call]
+    return found
+
+
+_LAZY_FUNCTIONS: dict[Any, Callable[..., _Found]] = {
+    F.cross_entropy: _cross_entropy,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.contiguous: lambda logits, **others: None if others else logits,
+    torch.Tensor.flatten: _flatten,
+    torch.Tensor.float: lambda logits, **others: _to(logits, torch.float32, **others),
+    torch.Tensor.reshape: _view,
+    torch.Tensor.to: _to,
+    torch.Tensor.view: _view,
+    torch.flatten: _flatten,
+    torch.reshape: _view,
+}
+"""Torch function to its lazy version."""

@@ -55,14 +55,7 @@ class KernelMatch(NamedTuple):
 
 
 class Region:
-    """Nodes of a graph that compute one value from others.
-
-    Args:
-        root: The module of the graph; its children are called.
-        output: The node of the value.
-        nodes: The nodes, in order.
-        inputs: The nodes of the inputs, in order.
-    """
+    """Nodes of a graph, in order, that compute the value ``output`` from inputs; they call children of ``root``."""
 
     def __init__(self, root: nn.Module, output: fx.Node, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
         self.root, self.output, self.nodes, self.inputs = root, output, nodes, inputs
@@ -85,7 +78,6 @@ class Region:
         return match_kernel(self, len(self.inputs), shape, dtype, {found.kind}) is not None
 
     def __call__(self, *values: torch.Tensor) -> Any:
-        """Run the nodes on these inputs."""
         known: dict[fx.Node, Any] = dict(zip(self.inputs, values, strict=True))
         for node in self.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)

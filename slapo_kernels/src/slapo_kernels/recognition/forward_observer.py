@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from slapo_tracing.nodes import ATOMS, MODULE_TABLES, Snapshot, is_metadata, name_of, tensors_in
 from slapo_tracing.recording import MODULE_ATTRIBUTES, PythonRandomState
 
 from ..replacements.meta_copies import meta_copy
-from .meta_results import result_of
 
 _NO_SETTINGS = MODULE_ATTRIBUTES | {"training", *MODULE_TABLES}
 _DEVICES = ("cpu", "cuda")
@@ -164,6 +165,16 @@ def inputs_of(widths: Sequence[int], dtype: torch.dtype) -> Make:
     return lambda batch: [torch.empty(*batch, width, dtype=dtype, device="meta", requires_grad=True) for width in widths]
 
 
+def tensor_inputs(module: nn.Module, method: str = "forward") -> tuple[str, ...] | None:
+    """Return the names of a method's arguments if it has some, all positional and required; else None."""
+    try:
+        parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    plain = all(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty for each in parameters)
+    return tuple(each.name for each in parameters) if parameters and plain else None
+
+
 class _CallRecorder(TorchFunctionMode):
     """Torch function mode that records calls; tensors are numbered in the order in which they appear."""
 
@@ -198,7 +209,6 @@ class _CallRecorder(TorchFunctionMode):
         return out
 
     def record(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record a call of a function or of a child."""
         self.names.add(_without_underscores(name))
         self.calls.append((name, self.key(args), self.key(kwargs)))
         self.modes.add((torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _DEVICES)))
@@ -272,3 +282,44 @@ def _has_own_backward(out: Any) -> bool:
             return True
         todo += [each for each, _ in node.next_functions if each is not None] if node is not None else []
     return False
+
+
+_OF_ONE = frozenset(("gelu", "relu", "square"))
+_OF_TWO = frozenset("add radd sub rsub mul rmul div rdiv truediv rtruediv pow".split())
+_NORMS = (F.layer_norm, F.rms_norm)
+
+
+def result_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a tensor of the call's shape, dtype and autograd inputs, by functions whose meta kernel is in C++.
+
+    For others torch runs dozens of operations in Python.
+    """
+    if args and _is_plain(args[0]):
+        if _is_like_silu(func, name, args, kwargs):
+            return F.silu(args[0])
+        if name in _OF_TWO and len(args) == 2 and not kwargs and _is_plain(args[1]) and args[0].dtype is args[1].dtype:
+            return torch.lerp(args[0], args[1], 0.5)
+    return func(*args, **kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta and value.is_floating_point()
+
+
+def _is_like_silu(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in _OF_ONE:
+        plain = not kwargs.get("inplace") and kwargs.get("approximate", "none") in ("none", "tanh")
+        return len(args) == 1 and plain and kwargs.keys() <= {"inplace", "approximate"}
+    if name in _OF_TWO:
+        return len(args) == 2 and type(args[1]) in (int, float) and not kwargs
+    if func not in _NORMS or len(args) != 2 or not kwargs.keys() <= {"weight", "bias", "eps"}:
+        return False
+    x, shape = args[0], tuple(args[1])
+    return tuple(x.shape[-len(shape) :]) == shape and all(_fits(kwargs.get(each), x, shape) for each in ("weight", "bias"))
+
+
+def _fits(weight: Any, x: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight is None, or a leaf that a norm over ``shape`` takes without a cast."""
+    if weight is None:
+        return True
+    return _is_plain(weight) and weight.grad_fn is None and tuple(weight.shape) == shape and weight.dtype is x.dtype

@@ -16,11 +16,10 @@ from slapo_tracing.matching import operator_of
 
 from ..replacements.call_guard import DTYPES, CallGuard, attributes_are_comparable
 from ..replacements.fused_ops import BiasActivation, DropoutResidual, FusedOp, GatedActivation, LayerCall
-from ..replacements.kernel_modules import ExpertGate, FusedForward
+from ..replacements.kernel_modules import FusedForward
 from ..replacements.meta_copies import is_linear, is_stateless, meta_copy
 from .elementwise_regions import KernelMatch, Region, match_kernel
-from .forward_observer import ELEMENTWISE, HALVES, TYPICAL_BATCH, ForwardObserver, StableCalls, inputs_of
-from .forward_signature import tensor_inputs
+from .forward_observer import ELEMENTWISE, HALVES, TYPICAL_BATCH, ForwardObserver, StableCalls, inputs_of, tensor_inputs
 from .numeric_comparison import probe_context
 
 _WIDTH = 16
@@ -280,7 +279,7 @@ def _is_dropout(part: nn.Module) -> bool:
     return isinstance(part, nn.Dropout) and type(part).forward is nn.Dropout.forward and not part.inplace
 
 
-def recognise_experts(module: nn.Module) -> ExpertGate | None:
+def recognise_experts(module: nn.Module) -> FusedForward | None:
     """Return the gate of a mixture's experts whose method ``_apply_gate`` a kernel can replace, as in Transformers, or None."""
     parts = dict(module.named_children())
     names = tensor_inputs(module, "_apply_gate")
@@ -302,4 +301,4 @@ def recognise_experts(module: nn.Module) -> ExpertGate | None:
         return None
     guard = CallGuard(tuple(seen), seen[torch.float32].dims, tuple(sorted(reads)))
     step = GatedActivation(found.kernel, 0, 0, found.options, found.gate_first)
-    return ExpertGate(names, step, guard, tuple(parts.items()))
+    return FusedForward(names, (step,), guard, tuple(parts.items()), method="_apply_gate")

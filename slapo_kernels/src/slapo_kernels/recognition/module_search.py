@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from slapo_core import is_sharded, paths
 from slapo_tracing.nodes import is_opaque, own_forward
 
-from ..lazy.logits import LazyHead, find_heads
-from ..replacements.kernel_modules import ExpertGate, FusedForward, KernelForward, NormForward, kernel_forward_of
-from .identical_modules import structural_key
+from ..lazy.logits import LazyHead
+from ..replacements.kernel_modules import FusedForward, KernelForward, NormForward, kernel_forward_of
 from .mlp_blocks import recognise_block, recognise_experts
 from .norms import recognise_embedding, recognise_norm
 
@@ -22,8 +24,6 @@ class ServedModule(NamedTuple):
     """A module that kernels can serve.
 
     Args:
-        path: Its path.
-        module: The module.
         kernel_forward: The forward that calls kernels.
         opaque_path: Path of the module, or of a child, whose hooks or wrappers forbid the replacement; None if there are none.
     """
@@ -40,7 +40,7 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
     Identical modules are analysed once. Traced modules and kernel modules are skipped.
     """
     known: dict[Hashable, KernelForward | None] = {}
-    heads = find_heads(root) if "linear_cross_entropy" in wanted else {}
+    heads = _find_heads(root) if "linear_cross_entropy" in wanted else {}
     found = [
         ServedModule(path, head, LazyHead(), path if is_opaque(head) else None)
         for path, head in heads.items()
@@ -59,10 +59,10 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
         if kernel_forward is None or not set(kernel_forward.kernels) & set(wanted):
             continue
         absorbed: tuple[Any, ...] = ()
-        if isinstance(kernel_forward, (ExpertGate, FusedForward)):
+        if isinstance(kernel_forward, FusedForward):
             absorbed = tuple((name, module._modules[name]) for name, _ in kernel_forward.absorbed)
             kernel_forward = replace(kernel_forward, absorbed=absorbed)
-        if isinstance(kernel_forward, (ExpertGate, NormForward, FusedForward)):
+        if isinstance(kernel_forward, (NormForward, FusedForward)):
             kernel_forward = replace(kernel_forward, guard=kernel_forward.guard.for_module(module))
         opaque = [paths.join(path, name) for name, part in absorbed if is_opaque(part)]
         if not _may_be_replaced(module, kernel_forward):
@@ -71,10 +71,20 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[ServedModule]
     return found
 
 
+def _find_heads(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the heads of Transformers' models from ``root`` down, as they declare them, and ``root`` if it is a Linear."""
+    heads = [root] if isinstance(root, nn.Linear) else []
+    for module in root.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        heads += [ask()] if callable(ask) else []
+    ids = {id(head) for head in heads if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward}
+    return {path: module for path, module in root.named_modules() if id(module) in ids}
+
+
 def _may_be_replaced(module: nn.Module, kernel_forward: KernelForward) -> bool:
     """Return whether the class's forward is the one that runs and no weight is sharded; hooks and wrappers are no obstacle."""
     own = own_forward(module)
-    if isinstance(kernel_forward, ExpertGate):  # only its method is replaced
+    if kernel_forward.method != "forward":  # its forward stays
         return own is None or getattr(own, "__self__", None) is module
     return own is None and not any(map(is_sharded, module._parameters.values()))
 
@@ -103,3 +113,36 @@ def _recognise(module: nn.Module, wanted: Collection[str]) -> KernelForward | No
     if kernel_forward is None and {"bias_act", "swiglu", "geglu", "bias_dropout_residual"} & set(wanted):
         kernel_forward = recognise_block(module) or recognise_experts(module)
     return kernel_forward
+
+
+_OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+
+
+def structural_key(module: nn.Module) -> Hashable:
+    """Return a key that is equal for modules of one class with equal attributes, shapes and children.
+
+    An attribute that cannot be compared by value is compared by identity.
+    """
+    settings = tuple(
+        (name, _value(value, module))
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not name.startswith("_slapo")
+    )
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    shapes = tuple((name, None if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in tensors)
+    parts = tuple((name, child and structural_key(child)) for name, child in module._modules.items())
+    return type(module), settings, shapes, parts
+
+
+def _value(value: Any, owner: nn.Module) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value) if isinstance(value, float) else value
+    if type(value) in (list, tuple):
+        return type(value), tuple(_value(item, owner) for item in value)
+    if isinstance(value, functools.partial):
+        given = tuple((name, _value(item, owner)) for name, item in value.keywords.items())
+        return "partial", _value(value.func, owner), _value(value.args, owner), given
+    if isinstance(value, types.MethodType) and value.__self__ is owner:
+        return "method", value.__func__
+    return "object", id(value)

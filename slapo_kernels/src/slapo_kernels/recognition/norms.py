@@ -12,8 +12,7 @@ from ..dispatch.dispatcher import run
 from ..replacements.call_guard import DTYPES, CallGuard, attributes_are_comparable
 from ..replacements.kernel_modules import EmbeddingForward, NormForward
 from ..replacements.meta_copies import meta_copy
-from .forward_observer import NORM, TYPICAL_BATCH, StableCalls
-from .forward_signature import tensor_inputs
+from .forward_observer import NORM, TYPICAL_BATCH, StableCalls, tensor_inputs
 from .numeric_comparison import close, equal_but_last_bit, probe_context, same_gradients
 
 _SCALES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6)

@@ -28,7 +28,6 @@ class LayerCall:
     kernel: ClassVar[str | None] = None
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Return the result of the operation."""
         result: torch.Tensor = module._modules[self.part](*[values[index] for index in self.args])
         return result
 
@@ -43,7 +42,6 @@ class BiasActivation:
     kernel: ClassVar[str] = "bias_act"
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Return the result of the operation."""
         x, bias = _product_and_bias(module, self.part, values[self.arg], self.kernel, choice)
         found: torch.Tensor = run("bias_act", x, bias, choice=choice, activation=self.activation)
         return found
@@ -60,7 +58,6 @@ class GatedActivation:
     gate_first: bool = True
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Return the result of the operation."""
         gate, up = values[self.gate], values[self.up]
         if self.gate == self.up:
             first, second = values[self.gate].chunk(2, dim=-1)
@@ -80,7 +77,6 @@ class DropoutResidual:
     kernel: ClassVar[str] = "bias_dropout_residual"
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Return the result of the operation."""
         x, bias = _product_and_bias(module, self.part, values[self.arg], self.kernel, choice)
         dropout = module._modules[self.dropout]
         residual = values[self.residual]

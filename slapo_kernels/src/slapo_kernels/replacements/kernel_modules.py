@@ -21,7 +21,7 @@ from slapo_tracing.nodes import MODULE_TABLES, is_opaque
 from ..dispatch.dispatcher import run
 from ..implementations._torch_private import is_traced_or_compiled
 from .call_guard import CallGuard
-from .fused_ops import FusedOp, GatedActivation
+from .fused_ops import FusedOp
 from .meta_copies import rebind_methods
 
 _KERNEL_FORWARD = "_slapo_kernels"
@@ -38,10 +38,12 @@ class KernelForward:
     Attributes:
         inputs: Names of the arguments of the replaced method.
         choice: Implementation that the user forced.
+        method: Name of the replaced method.
     """
 
     inputs: tuple[str, ...]
     choice: str | None
+    method: str = "forward"
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -58,7 +60,6 @@ class KernelForward:
         raise NotImplementedError
 
     def __call__(self, module: Any, *args: Any) -> Any:
-        """Return the result of the forward."""
         raise NotImplementedError
 
 
@@ -105,14 +106,14 @@ def _new_instance(cls: type[nn.Module]) -> nn.Module:
 
 def _method(cls: Any, name: str) -> Any:
     """Return a method that calls the kernels if they admit the call, and the class's own method otherwise."""
-    original, gate = getattr(cls, name), name != "forward"
+    original = getattr(cls, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel_forward: KernelForward | None = getattr(self, _KERNEL_FORWARD, None)
         own = getattr(cls, name)
         # an instance without kernels, or a class that was patched later
-        if kernel_forward is None or isinstance(kernel_forward, ExpertGate) is not gate or own is not original:
+        if kernel_forward is None or kernel_forward.method != name or own is not original:
             return own(self, *args, **kwargs)
         given = args + tuple(kwargs[each] for each in kernel_forward.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(kernel_forward.inputs) == len(args) + len(kwargs)
@@ -128,12 +129,10 @@ class NormForward(KernelForward):
     """Forward of a norm over the last dimension.
 
     Args:
-        inputs: Name of the forward's argument.
         kernel: ``"rms_norm"`` or ``"layer_norm"``.
         options: Options of the kernel.
         contiguous_output: Whether the result is contiguous for any input; the mask of a later dropout depends on its strides.
         guard: Conditions on the call.
-        choice: Implementation that the user forced.
     """
 
     inputs: tuple[str, ...]
@@ -152,7 +151,6 @@ class NormForward(KernelForward):
         return self.guard.admits(module, args) and args[0].dtype is module.weight.dtype
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of ``x`` with this module's weights."""
         found: torch.Tensor
         weights = (module.weight,) if self.kernel == "rms_norm" else (module.weight, getattr(module, "bias", None))
         found = run(self.kernel, x.contiguous() if self.contiguous_output else x, *weights, choice=self.choice, **self.options)
@@ -172,38 +170,21 @@ class EmbeddingForward(KernelForward):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
     def __call__(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of this module's weight."""
         found: torch.Tensor = run("embedding", ids, module.weight, choice=self.choice, padding_idx=module.padding_idx)
         return found
 
 
-class _BlockForward(KernelForward):
-    """Forward of a module with children whose work a kernel does.
-
-    Attributes:
-        guard: Conditions on the call.
-        absorbed: Names and modules of these children.
-    """
-
-    guard: CallGuard
-    absorbed: tuple[tuple[str, nn.Module], ...]
-
-    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether the absorbed children are still the module's, without hooks, and the guard admits the call."""
-        unchanged = all(module._modules.get(name) is part and not is_opaque(part) for name, part in self.absorbed)
-        return unchanged and self.guard.admits(module, args)
-
-
 @dataclass(frozen=True)
-class FusedForward(_BlockForward):
-    """Forward that calls a module's children, and kernels between them.
+class FusedForward(KernelForward):
+    """Forward that calls a module's children, and kernels between them; or the gate of a mixture's experts.
 
     Args:
-        inputs: Names of the forward's arguments, all tensors.
-        steps: Operations in the order of the forward.
+        inputs: Names of the method's arguments, all tensors.
+        steps: Operations in the order of the method.
         guard: Conditions on the call.
         absorbed: Names and modules of the children whose work a kernel does.
         choices: Kernel to the implementation that the user forced.
+        method: Name of the replaced method: ``"forward"``, or the experts' ``"_apply_gate"``, which their own forward calls.
     """
 
     inputs: tuple[str, ...]
@@ -211,6 +192,7 @@ class FusedForward(_BlockForward):
     guard: CallGuard
     absorbed: tuple[tuple[str, nn.Module], ...] = ()
     choices: tuple[tuple[str, str], ...] = ()
+    method: str = "forward"
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -220,39 +202,16 @@ class FusedForward(_BlockForward):
     def is_forced(self) -> bool:
         return bool(self.choices)
 
+    def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether the absorbed children are still the module's, without hooks, and the guard admits the call."""
+        unchanged = all(module._modules.get(name) is part and not is_opaque(part) for name, part in self.absorbed)
+        return unchanged and self.guard.admits(module, args)
+
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:
-        """Run the operations on this module."""
         values, choices = list(args), dict(self.choices)
         for step in self.steps:
             values.append(step.run(module, values, choices.get(step.kernel or "")))
         return values[-1]
-
-
-@dataclass(frozen=True)
-class ExpertGate(_BlockForward):
-    """Gate of a mixture's experts, which replaces their method ``_apply_gate``; their own forward calls it.
-
-    Args:
-        inputs: Name of the method's argument.
-        step: The gate.
-        guard: Conditions on the call.
-        absorbed: Names and modules of the children whose work the kernel does.
-        choice: Implementation that the user forced.
-    """
-
-    inputs: tuple[str, ...]
-    step: GatedActivation
-    guard: CallGuard
-    absorbed: tuple[tuple[str, nn.Module], ...] = ()
-    choice: str | None = None
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        return (self.step.kernel,)
-
-    def __call__(self, module: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return the gated value."""
-        return self.step.run(module, [gate_up], self.choice)
 
 
 class KernelCall(nn.Module):
@@ -278,5 +237,4 @@ class KernelCall(nn.Module):
         return run(self.kernel, *args, choice=self.choice, **self.options)
 
     def extra_repr(self) -> str:
-        """Return the kernel's name and options."""
         return ", ".join([self.kernel, *(f"{name}={value!r}" for name, value in self.options.items())])

@@ -74,13 +74,11 @@ class MetaLinear(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype | None) -> MetaLinear:
-        """Return the stand-in for a layer."""
         weight: Any = module.weight
         out, width = weight.shape[::-1] if is_conv1d(module) else weight.shape
         return cls(width, out, dtype or weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor of the layer's output shape."""
         if x.shape[-1] != self.width or x.dtype != self.weight.dtype:
             raise ValueError(f"the layer takes {self.width} numbers of {self.weight.dtype}")
         return x.new_empty(*x.shape[:-1], self.out)

@@ -26,12 +26,7 @@ DeepSpeed records in ``_external_params`` which other parameters ZeRO must gathe
 
 
 class ForwardState:
-    """The present state of modules and of all modules below them.
-
-    Args:
-        modules: The modules.
-        generators: Random generators other than those found in the modules.
-    """
+    """The present state of modules and of all modules below them, and of further random generators."""
 
     def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
         self._generators = [*generators]
@@ -40,7 +35,7 @@ class ForwardState:
         self._attributes: list[tuple[dict[str, Any], _Layout, tuple[Any, ...]]] = []
         self._empty: list[Any] = []  # buffers of modules without any
         self._containers: dict[int, _Container] = {}
-        self._places: list[_ContainerState] = []  # after the forward: the containers to restore
+        self._places: list[_Container | _ModuleAttributes] = []  # after the forward: the containers to restore
         self._tensors: dict[int, _TensorCopy] = {}
         found: dict[int, torch.Tensor] = {}
         for module in self._modules:
@@ -66,14 +61,12 @@ class ForwardState:
             self._drawn.keep_changed()
             self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.has_changed()}
         kept = self._tensors
-        places: list[_ContainerState] = [
-            place for place in self._containers.values() if place.has_changed() or place.holds(kept)
-        ]
+        places = self._places
+        places += [place for place in self._containers.values() if place.has_changed() or place.holds(kept)]
         places += [_Container(live, type(live)()) for live in self._empty if live]
         for live, layout, values in self._attributes:
             if not layout.has(live, values) or (kept and not kept.keys().isdisjoint(map(id, values))):
                 places.append(_ModuleAttributes(live, layout, values))
-        self._places = places
         self._attributes, self._empty, self._containers = [], [], {}
 
     @contextmanager
@@ -128,36 +121,15 @@ def _with_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [*found.values()]
 
 
-class _ContainerState:
-    """One container that a forward may change, with its content at the start.
-
-    Attributes:
-        live: The container.
-        values: Its values at the start.
-    """
-
-    live: Any
-    values: Iterable[Any]
-
-    def start(self) -> Any:
-        """Return the content at the start."""
-        raise NotImplementedError
-
-    def read(self) -> Any:
-        """Return a copy of the content."""
-        raise NotImplementedError
-
-    def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
-        """Set the content, with the tensors of some ids replaced."""
-        raise NotImplementedError
-
-
-class _Container(_ContainerState):
-    """A list, dict, set or deque.
+class _Container:
+    """A list, dict, set or deque that a forward may change.
 
     Args:
         live: The container.
         start: Its content at the start; default: the present content.
+
+    Attributes:
+        values: Its values at the start.
     """
 
     def __init__(self, live: Any, start: Any = None) -> None:
@@ -166,12 +138,14 @@ class _Container(_ContainerState):
         self.values = _values(self._start)
 
     def start(self) -> Any:
+        """Return the content at the start."""
         return self._start
 
     def read(self) -> Any:
         return copy.copy(self.live)
 
     def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
+        """Set the content, with the tensors of some ids replaced."""
         self.live.clear()
         if isinstance(self.live, dict):
             self.live.update({name: instead.get(id(value), value) for name, value in content.items()})
@@ -194,7 +168,7 @@ class _Container(_ContainerState):
         return bool(tensors) and not tensors.keys().isdisjoint(map(id, self.values))
 
 
-class _ModuleAttributes(_ContainerState):
+class _ModuleAttributes:
     """The ``__dict__`` of a module, without the names in ``_WRAPPERS_OWN``."""
 
     def __init__(self, live: dict[str, Any], layout: _Layout, values: tuple[Any, ...]) -> None:

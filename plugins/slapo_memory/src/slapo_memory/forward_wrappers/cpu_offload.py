@@ -48,7 +48,6 @@ class OffloadWrapper:
         self.min_bytes = min_bytes
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward with its saved tensors offloaded."""
         if _thread.is_disabled or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         with self.offload_hooks(call):

@@ -17,14 +17,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import forward_wrappers
 
-from ..forward_state._torch_private import exclude_from_compilation, has_function_mode, runs_eagerly
+from ..forward_state._torch_private import exclude_from_compilation, has_function_mode, no_modes, runs_eagerly
 from ..forward_state.arguments import Arguments
 from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
 from ..forward_state.value_kinds import Kind, kind_of
-from ..selective_checkpoint.policies import OperatorPolicy, contexts_of
+from ..selective_checkpoint.kept_outputs import OperatorPolicy, contexts_of
 from .cpu_offload import OffloadWrapper, find_offload, offload_disabled
-from .result_comparison import ResultSample
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -79,7 +78,6 @@ class CheckpointWrapper:
         self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; the backward runs it again."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         _check_arguments(self._path, *args, *kwargs.values())
@@ -123,6 +121,45 @@ def _partitioned_by_zero(found: list[Any]) -> bool:
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether ``sch.checkpoint()`` has wrapped a module's forward."""
     return any(isinstance(wrapper, CheckpointWrapper) for wrapper in forward_wrappers(module))
+
+
+SAMPLE_SIZE = 512
+"""Elements sampled from each tensor; fewer than twice as many."""
+
+
+class ResultSample:
+    """Evenly spaced elements of each tensor in a result, to compare a recomputation with its forward."""
+
+    def __init__(self, result: Any) -> None:
+        with torch.no_grad(), no_modes():
+            self._parts = [_subsample(tensor) for tensor in Arguments((result,), {}).tensors if _has_numbers(tensor)]
+
+    def differs(self, other: ResultSample) -> bool:
+        """Return whether the other sample differs by more than nondeterministic sums can cause."""
+        if [part.shape for part in self._parts] != [part.shape for part in other._parts]:
+            return False  # torch itself checks the metadata of recomputed tensors
+        with torch.no_grad(), no_modes():
+            return not all(map(_is_close, self._parts, other._parts))
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
+
+
+def _subsample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE_SIZE)].clone()
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or torch.equal(one, other):
+        return one.dtype == other.dtype
+    if not one.is_floating_point():
+        return False
+    largest = one.nan_to_num(0, 0, 0).abs().max().double().item()
+    allowed = max(1e-3, 16 * torch.finfo(one.dtype).eps) * largest
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=allowed, equal_nan=True)
 
 
 class _RecomputedRegion:

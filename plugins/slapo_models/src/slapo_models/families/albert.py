@@ -6,9 +6,8 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import schedule_transformer
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
 
 _LACKS = {"disable_fuse_bias_gelu": "as the MLP is in the layer's own forward; call compile() on the blocks, which fuses it"}
 
@@ -23,4 +22,4 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     groups, layers = blocks_of(encoder["albert_layer_groups"]), encoder.mod.config.num_hidden_layers
     of = [int(layer / (layers / len(groups))) for layer in range(layers)]
     ends = [groups[of[layer]] if [*of, None][layer + 1] != of[layer] else None for layer in range(layers)]
-    return schedule_transformer(sch, config, checkpointed_blocks(sch, config, groups), stage_end_blocks(sch, config, ends))
+    return take_steps(sch, config, checkpointed_blocks(sch, config, groups), stage_end_blocks(sch, config, ends))

@@ -6,9 +6,8 @@ from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import schedule_transformer
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:
@@ -23,4 +22,4 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     if config.pipeline_cuts and len(lists) > 1:
         cuts.append(base["encoder"])
     recompute = [block for blocks in lists for block in checkpointed_blocks(sch, config, blocks)]
-    return schedule_transformer(sch, config, recompute, cuts)
+    return take_steps(sch, config, recompute, cuts)

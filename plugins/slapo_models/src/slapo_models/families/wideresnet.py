@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from slapo_core import Schedule
 
-from ..shared_steps.blocks import base_model, blocks_of, checkpointed_blocks, stage_end_blocks
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.input_broadcast import broadcast_input
-from ..shared_steps.precision import convert_precision
+from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
 
 _LISTS = ("layer1", "layer2", "layer3", "layer4")
 _LACKS = {
@@ -27,21 +27,14 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     lists = [blocks_of(base[name]) for name in _LISTS]
     blocks = [block for each in lists for block in each]
     recompute, cuts = checkpointed_blocks(sch, config, blocks), stage_end_blocks(sch, config, *lists)
-    convert_precision(sch, config)
-    for block in blocks if sch.world_size > 1 else []:
-        split(block)
-    broadcast_input(sch, config)
-    for block in recompute:
-        block.checkpoint()
-    for block in cuts:
-        block.cut_pipeline_stage()
-    return sch
+    return take_steps(sch, config, recompute, cuts, partial(split, blocks))
 
 
-def split(block: Schedule) -> None:
-    """Split a block over the channels between its first two convolutions, and a third convolution over its output."""
-    block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-    block["bn1"].shard("weight", axis=0)
-    block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    if "conv3" in block:
-        block["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-3)
+def split(blocks: Iterable[Schedule]) -> None:
+    """Split blocks over the channels between their first two convolutions, and a third convolution over its output."""
+    for block in blocks:
+        block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        block["bn1"].shard("weight", axis=0)
+        block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        if "conv3" in block:
+            block["conv3"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-3)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from slapo_core import ScheduleError, paths
+from slapo_core import Schedule, ScheduleError, paths
 
 from ..graphs.traced_module import TracedModule, compile_anew, subtree, variants_of
-from ..graphs.variants import Variants, meta_copy, with_removed_modules
+from ..graphs.variants import GraphOwner, meta_copy, with_removed_modules
 from ..matching.matcher import Match, match_at
 from ..nodes.forward_wrapping import forward_wrappers
 from ..nodes.graph_comparison import Twins
@@ -25,9 +25,6 @@ from ..nodes.symbolic_sizes import SIZE
 from ..nodes.torch_calls import function_name
 from ..recording.module_hooks import is_hooked
 from .subgraph import NODES_BY_NAME, NewCall, Subgraph, current_node, is_in_graph
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
@@ -73,7 +70,6 @@ def replace_subgraph(
         variants.begin_rewrite(gm)
     made: list[fx.Node] = []
     schedule.on_undo(_undo_edit(gm, part, made))
-    schedule.on_undo(partial(_remove_rewrite, variants, rewrite))
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
@@ -86,12 +82,13 @@ def replace_subgraph(
     rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
         variants.rewrites.append(rewrite)
+        schedule.on_undo(partial(variants.rewrites.remove, rewrite))
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
     compile_anew(gm)
     return target if op == "call_module" else made[len(layers)].name
 
 
-Remake = Callable[[TracedModule, Subgraph], nn.Module]
+Remake = Callable[[fx.GraphModule, Subgraph], nn.Module]
 """``remake(traced, part)`` returns the module for a part of the graph of another call."""
 
 
@@ -112,11 +109,10 @@ class _Replacement:
         self.remake, self.pattern = remake, part.pattern
 
     def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
-        """Record the call that replaced the nodes."""
         self.call, self.made = call, made
         self.tree = _called_modules(gm, call)
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
+    def redo(self, module: GraphOwner, graph: fx.Graph, twins: Twins) -> None:
         """Repeat the replacement; raise ``ScheduleError`` if the graph lacks the nodes, or they compute something else."""
         if (match := self._match(module, twins)) is not None:
             made: list[fx.Node] = []
@@ -141,7 +137,7 @@ class _Replacement:
         part.replace(call, made)
         twins.update(zip(self.made, made, strict=True))
 
-    def _match(self, module: TracedModule, twins: Twins) -> Match | None:
+    def _match(self, module: GraphOwner, twins: Twins) -> Match | None:
         """Return the pattern's occurrence at the same place of another graph, possibly with other constants or values."""
         end = twins.get(self.outputs[0])
         if self.pattern is None or self.remake is not None or end is None:
@@ -151,10 +147,9 @@ class _Replacement:
         return match if match is not None and known <= {node for _, node in match} else None
 
     def missing_twin_error(self, name: str) -> ScheduleError:
-        """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remake_call(self, module: TracedModule, part: Subgraph) -> NewCall:
+    def _remake_call(self, module: GraphOwner, part: Subgraph) -> NewCall:
         assert self.remake is not None
         if _called_modules(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -175,7 +170,6 @@ class _InputOrigin(NamedTuple):
 
     @classmethod
     def of(cls, value: fx.Node, part: Subgraph) -> _InputOrigin:
-        """Return the origin of an input of a part."""
         users = (node for node in part.nodes if value in node.all_input_nodes)
         user = next(users, None)
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
@@ -217,11 +211,6 @@ def _called_modules(module: nn.Module, call: NewCall) -> list[Any]:
         is_changed = variants is not None and variants.is_changed
         found.append((path, each, len(forward_wrappers(each)), is_hooked(each), is_changed))
     return found
-
-
-def _remove_rewrite(variants: Variants | None, rewrite: _Replacement) -> None:
-    if variants is not None and rewrite in variants.rewrites:
-        variants.rewrites.remove(rewrite)
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:

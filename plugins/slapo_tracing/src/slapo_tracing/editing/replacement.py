@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from slapo_core import Primitive, ScheduleError
+from slapo_core import Primitive, Schedule, ScheduleError
 
 from ..matching.queries import matches_of
 from .graph_edit import check_replace, replace_subgraph
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 class SubgraphReplacement(Primitive):
@@ -36,6 +33,5 @@ class SubgraphReplacement(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, new: Any, subgraph: Any, name: str | None = None, *, checked: list[Any]) -> None:
-        """Replace the subgraphs that ``check`` found."""
         for match in checked:
             replace_subgraph(schedule, match, new, name=name)

@@ -3,10 +3,9 @@
 This sub-package may import ``recording`` and ``nodes``.
 """
 
+from ..nodes.opaque_modules import as_original
 from .guard import Call, Guard, argument_values, plain_signature
-from .originals import as_original
-from .traced_module import TracedModule, guard_of, input_check_of
-from .untraced import as_untraced
+from .traced_module import TracedModule, as_untraced, guard_of, input_check_of
 from .variants import Variant, meta_copy
 
 __all__ = [

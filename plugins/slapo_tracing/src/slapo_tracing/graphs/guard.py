@@ -96,14 +96,7 @@ def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mappi
 
 
 class Call:
-    """One call of a traced module: its arguments and the mode it runs in.
-
-    Args:
-        parameters: Signature of the forward.
-        module: The module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """One call of a traced module: its arguments and the mode it runs in; ``parameters`` is the signature of the forward."""
 
     def __init__(self, parameters: Parameters, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self.training, self.autocast = module.training, mode_regions.autocast_state()
@@ -159,7 +152,6 @@ class Guard:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
-        """Return the guard of a call."""
         parameters = plain_signature(module)
         call = Call(parameters, module, args, kwargs)
         placeholders = tuple(name for name, value in call.values.items() if is_input(value))

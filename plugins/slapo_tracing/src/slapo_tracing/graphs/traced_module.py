@@ -7,27 +7,28 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
-from slapo_core import paths
+from slapo_core import Schedule, paths
 
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import MODULE_TABLES as _TABLES
 from ..nodes.nested_values import shallow_copy
-from ..recording.module_hooks import WRAPPER_ATTRIBUTES
+from ..nodes.opaque_modules import as_original
+from ..recording.module_hooks import WRAPPER_ATTRIBUTES, rebind_wrappers
 from .guard import Guard, InputCheck
-from .originals import as_original
-from .variants import InlinedModule, Retrace, Variants
+from .variants import GraphOwner, InlinedModule, Retrace, Variants
 
 _COPIED_ATTRIBUTES = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
-class TracedModule(fx.GraphModule):
+class TracedModule(GraphOwner):
     """Module that runs graphs in place of a module's forward. ``graph`` is the first graph, which ``find`` searches.
 
     Parameters, buffers and submodules are those of the original, under their names. Modules between the traced one and those
@@ -43,13 +44,8 @@ class TracedModule(fx.GraphModule):
         inner: Modules that replace those at these paths.
         inlined: Paths of the modules whose forwards are part of the graph. None: no other call can be traced.
         retrace: Traces other calls; needed if ``inlined`` is given.
-
-    Attributes:
-        through: Wraps the graph's function, which takes the module and its inputs, before it is called.
     """
 
-    through: Callable[[Any], Any] = staticmethod(lambda run: run)
-    _variants: Variants
     _lineno_map = None  # read by dynamo
 
     def __init__(
@@ -85,16 +81,6 @@ class TracedModule(fx.GraphModule):
                 self.__dict__[name] = value
         self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
         self.__dict__["_version"] = root._version
-
-    def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        """Register the constants of another graph under free names, and rename them in the graph."""
-        names: dict[str, str] = {}
-        for name, tensor in constants.items():
-            free = (f"_tensor_constant{number}" for number in itertools.count())
-            names[name] = next(each for each in free if each not in self._buffers)
-            self.register_buffer(names[name], tensor, persistent=False)
-        for node in graph.find_nodes(op="get_attr"):
-            node.target = names.get(str(node.target), node.target)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         as_original(self)._save_to_state_dict(*args, **kwargs)
@@ -262,6 +248,36 @@ def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
             if name in source.__dict__[table]:
                 module.__dict__[table][name] = source.__dict__[table][name]
     return copied
+
+
+@contextmanager
+def as_untraced(schedule: Schedule) -> Iterator[None]:
+    """Put the originals in place of traced modules in a ``with`` block; afterwards the traced ones are back, with the
+    changes.
+
+    The originals share attributes, parameters, submodules and hooks with the traced modules, so a step changes both. Modules
+    with a rewritten graph stay. A module that the step replaced stays replaced.
+    """
+    top = schedule.root_module
+    views: dict[nn.Module, nn.Module] = {}
+    for module in top.modules():
+        variants = variants_of(module)
+        if variants is not None and not variants.is_rewritten and variants.inner is None:
+            views[as_original(module)] = module
+    for module in list(top.modules()) if views else ():
+        schedule.touch(module)
+    for view, module in views.items():
+        schedule.share_metadata(module, view)
+    if views:
+        schedule.replace_modules({module: view for view, module in views.items()})
+    try:
+        yield
+    finally:
+        if views:
+            schedule.replace_modules(views)
+        for view, module in views.items():
+            schedule.share_metadata(view, module)
+            rebind_wrappers(module)
 
 
 def _restored_module(state: dict[str, Any], graph: fx.Graph) -> TracedModule:

@@ -8,10 +8,12 @@ cannot be traced runs the module's own forward, if there are no rewrites to lose
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -24,18 +26,35 @@ from ..nodes import mode_regions
 from ..nodes.codegen import compile_graph
 from ..nodes.graph_comparison import Twins, graph_data, same_graph
 from ..nodes.nested_values import Hidden, shallow_copy
-from ..nodes.opaque_modules import is_opaque
+from ..nodes.opaque_modules import as_original, is_opaque
 from ..recording.attribute_reads import submodule_at
-from ..recording.module_hooks import is_hooked
+from ..recording.module_hooks import HOOK_ATTRIBUTES, WRAPPER_ATTRIBUTES, is_hooked
 from ..recording.sandbox import Sandbox
 from .guard import Call, Guard, InputCheck, device_of
-from .originals import module_before_trace
-
-if TYPE_CHECKING:
-    from .traced_module import TracedModule
 
 _MAX_GRAPHS = 32
 _MAX_CALLS = 256
+
+
+class GraphOwner(fx.GraphModule):
+    """Base class of ``TracedModule``: what the graphs of a module use of it.
+
+    Attributes:
+        through: Wraps the graph's function, which takes the module and its inputs, before it is called.
+    """
+
+    through: Callable[[Any], Any] = staticmethod(lambda run: run)
+    _variants: Variants
+
+    def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        """Register the constants of another graph under free names, and rename them in the graph."""
+        names: dict[str, str] = {}
+        for name, tensor in constants.items():
+            free = (f"_tensor_constant{number}" for number in itertools.count())
+            names[name] = next(each for each in free if each not in self._buffers)
+            self.register_buffer(names[name], tensor, persistent=False)
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = names.get(str(node.target), node.target)
 
 
 class Rewrite(Protocol):
@@ -44,7 +63,7 @@ class Rewrite(Protocol):
     call: Any
     """Call that replaced the nodes, with its ``op`` and ``target``."""
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
+    def redo(self, module: GraphOwner, graph: fx.Graph, twins: Twins) -> None:
         """Repeat the edit on ``graph``; ``twins`` maps the name of each node of the first graph to a node of this one."""
 
 
@@ -73,7 +92,6 @@ class InlinedModule(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> InlinedModule:
-        """Return the present state of a module."""
         return cls(type(module), _hooks_of(module) if is_hooked(module) else ())
 
     def changed_hooks(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
@@ -93,7 +111,6 @@ class InlinedModule(NamedTuple):
 
 
 def _ids_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
-    """Return the ids of the objects at these places."""
     found: set[int] = set()
     for *path, name in places:
         module = submodule_at(root, path)
@@ -110,12 +127,7 @@ def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 class Variant(Hidden):
-    """One graph of a traced module, compiled when first run.
-
-    Args:
-        graph: The graph.
-        name: Name of the module, for tracebacks.
-    """
+    """One graph of a traced module, compiled when first run; ``name`` is that of the module, for tracebacks."""
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         self.graph, self.name = graph, name
@@ -125,7 +137,7 @@ class Variant(Hidden):
         """True if the graph switches gradient mode or autocast."""
         self.original_data: list[Any] | None = None
 
-    def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+    def run(self, module: GraphOwner, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the graph on the traced module, wrapped by the module's ``through``."""
         return self._call(module.through(self.compile()), module, inputs, args)
 
@@ -189,7 +201,7 @@ class Variants(Hidden):
         label: str,
         guard: Guard | InputCheck | None,
         inlined: Mapping[str, InlinedModule] | None,
-        inner: TracedModule | None,
+        inner: GraphOwner | None,
         retrace: Retrace | None,
     ) -> None:
         self.label, self.inlined, self.inner, self.retrace = label, inlined, inner, retrace
@@ -241,15 +253,14 @@ class Variants(Hidden):
         """Return the attributes without the graphs: the module has the first graph, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
 
-    def __call__(self, module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call."""
+    def __call__(self, module: GraphOwner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.guard is None:
             args, kwargs = self._check_inputs(module, args, kwargs)
             return self.first.run(module, kwargs, args)
         resolve = self._resolve_uncompiled if torch.compiler.is_compiling() else self.resolve
         return resolve(module, args, kwargs)[0]()
 
-    def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
+    def graph_for(self, module: GraphOwner, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
         """Return the graph of a call, its inputs, and path and name of the attributes that it depends on."""
         if self.guard is None:
             args, kwargs = self._check_inputs(module, args, kwargs)
@@ -265,7 +276,7 @@ class Variants(Hidden):
         called = {str(node.target) for node in graph.find_nodes(op="call_module")}
         return [path for path in self.inlined or () if path not in called]
 
-    def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
+    def resolve(self, module: GraphOwner, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
         """Return the function that runs a call, and its graph and guard; for the forward that was traced, the latter are
         None.
 
@@ -296,12 +307,26 @@ class Variants(Hidden):
         self.first.move_constants(self.input_check, inputs)
         return (), inputs
 
-    def original(self, module: TracedModule) -> Callable[..., Any]:
+    def original(self, module: nn.Module) -> Callable[..., Any]:
         """Return the forward that was traced, bound to the module's present attributes, parameters and submodules."""
-        view = module_before_trace(module)
+        view = self.before_trace(module)
         return MethodType(type(view).forward, view)
 
-    def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
+    def before_trace(self, module: nn.Module, bare: bool = False) -> nn.Module:
+        """Return a module with these graphs as it was before, with its present attributes, parameters and submodules.
+
+        With ``bare``, it has no hooks and wrappers, and an attribute dict of its own.
+        """
+        shell = self.inner
+        view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
+        if shell is not None or bare:
+            own = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPER_ATTRIBUTES}
+            view.__dict__ = {**own, **{name: OrderedDict() for name in HOOK_ATTRIBUTES if bare and name in own}}
+        if shell is not None:
+            view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
+        return view
+
+    def _find(self, module: GraphOwner, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
         first = (self.guard, self.first)
         for guard, variant in (first, *filter(None, (self.recent,))) if not call.changed else ():
@@ -313,14 +338,14 @@ class Variants(Hidden):
                 return guard, variant
         return None
 
-    def _changed_modules(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
+    def _changed_modules(self, module: GraphOwner) -> dict[str, tuple[Any, ...] | None]:
         """Return the inlined modules that changed since the first trace: path to new hooks, or None to keep them whole."""
         now = {path: each.changed_hooks(module, path) for path, each in self.inlined.items()} if self.inlined else {}
         changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME_HOOKS}
         changed.update((".".join(places[0]), ()) for places in self.shared if len(_ids_at(module, places)) > 1)
         return changed
 
-    def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
+    def _add(self, module: GraphOwner, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
             guard, variant = self._trace_variant(module, args, kwargs, call.changed)
             if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
@@ -342,7 +367,7 @@ class Variants(Hidden):
         return guard, variant
 
     def _trace_variant(
-        self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]
+        self, module: GraphOwner, args: Any, kwargs: Any, changed: Mapping[str, Any]
     ) -> tuple[Guard, Variant | None]:
         if self.edited_by_hand:
             what = "it was edited by hand, which cannot be repeated"
@@ -350,7 +375,7 @@ class Variants(Hidden):
         if self.inlined is None or self.retrace is None:
             raise TraceError("the class that it was traced from is not known")
         with private.without_observers():
-            former = with_modules(module_before_trace(module, bare=True), self.removed_modules)
+            former = with_modules(self.before_trace(module, bare=True), self.removed_modules)
             inlined = frozenset(path for path in self.inlined if changed.get(path, ()) is not None)
             graph, guard, constants = self.retrace(former, args, kwargs, inlined)
         data = graph_data(graph, constants)
@@ -391,7 +416,7 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
     return root
 
 
-def with_removed_modules(module: TracedModule) -> TracedModule:
+def with_removed_modules(module: GraphOwner) -> GraphOwner:
     """Return a traced module with copies of the submodules that rewrites removed, for graphs without these rewrites."""
     copied = with_modules(module, {path: meta_copy(dropped) for path, dropped in module._variants.removed_modules.items()})
     assert isinstance(copied, type(module))
@@ -401,9 +426,7 @@ def with_removed_modules(module: TracedModule) -> TracedModule:
 def meta_copy(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Return a copy of a module and all modules inside, with weights on the meta device.
 
-    Args:
-        module: The module.
-        memo: Modules copied so far, so that a shared module stays one module.
+    ``memo`` has the modules copied so far, so that a shared module stays one module.
     """
     memo = {} if memo is None else memo
     if module in memo:

@@ -20,21 +20,17 @@ class MatchCodec(Codec):
 
     @staticmethod
     def fits(value: Any) -> bool:
-        """Return True if the value is a match."""
         is_list = isinstance(value, list) and bool(value)
         return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
 
     @staticmethod
     def parts(value: Any) -> dict[str, Any]:
-        """Return the names of the nodes, and the pattern."""
         return {**match_data(value), "pattern": getattr(getattr(value, "pattern", None), "source", None)}
 
     @staticmethod
     def build(parts: dict[str, Any], schedule: Schedule) -> Any:
-        """Return the nodes of these names in the schedule's traced modules."""
         return find_by_name(schedule, parts)
 
     @staticmethod
     def source(parts: str) -> str:
-        """Return the call that finds the match again."""
         return f"slapo_tracing.match(sch, {parts})"

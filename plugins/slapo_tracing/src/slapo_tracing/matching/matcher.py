@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from slapo_core import ScheduleError, paths
+from slapo_core import Schedule, ScheduleError, paths
 
 from ..nodes.opaque_modules import is_opaque
 from .operators import COMMUTATIVE, bound_arguments, default_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 Handle: TypeAlias = tuple[str, fx.Node]
 """Path of the module whose graph holds the node, and the node."""
@@ -218,7 +215,6 @@ class _Search:
                 yield match
 
     def match_at(self, candidate: fx.Node) -> Match | None:
-        """Return the occurrence whose first output is this node."""
         anchor, *rest = self.pattern.outputs
         for bound in self._node(anchor, candidate, {}):
             complete = next(self._outputs(rest, bound), None)

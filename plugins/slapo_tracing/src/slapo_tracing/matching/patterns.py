@@ -30,7 +30,6 @@ class ModulePattern(Pattern):
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the call of the module."""
         return call_module(self.name, *args, **kwargs)
 
 

@@ -6,19 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
-from slapo_core import ScheduleError, TraceError, get_logger
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger
 
-from ..tracers.in_place import trace_in_place
-from ..tracers.selection import is_container
+from ..tracers.selection import is_container, trace_in_place
 from . import matcher
 from .patterns import Pattern
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 def find_node(schedule: Schedule, regex_or_pattern_fn: str | Callable[[fx.Node], bool]) -> list[matcher.Handle]:
@@ -105,10 +101,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _search_graphs(
-    schedule: Schedule,
-    wanted: Any,
-    search: Callable[[], list[Any]],
-    in_flat: Callable[[nn.Module], int] | None = None,
+    schedule: Schedule, wanted: Any, search: Callable[[], list[Any]], in_flat: Callable[[nn.Module], int] | None = None
 ) -> list[Any]:
     is_ours = not any(True for _ in matcher.traced_modules(schedule.mod))
     if is_ours:

@@ -189,11 +189,6 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
     return tensor.shape if shape is None and distributed and isinstance(tensor, distributed.DTensor) else shape
 
 
-def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Return True if an engine has partitioned the weight across ranks."""
-    return whole_shape(tensor) is not None
-
-
 def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Give ``fake`` the attributes of ``real``, and make it pass for an ``nn.Parameter`` if ``real`` is one."""
     fake.__dict__.update({name: value for name, value in real.__dict__.items() if not name.startswith("ds_")})

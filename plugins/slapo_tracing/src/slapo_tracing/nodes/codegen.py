@@ -59,7 +59,6 @@ class _Writer:
         return name
 
     def text(self, value: Any) -> str:
-        """Return a value as an expression."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, (tuple, list)) and type(value).__module__ in ("builtins", "torch.fx.immutable_collections"):
@@ -80,7 +79,6 @@ class _Writer:
         return self.known[id(value)]
 
     def call(self, node: fx.Node) -> str:
-        """Return a node as an expression."""
         arguments = [*map(self.text, node.args)]
         named = [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
         if node.op == "call_method":

@@ -74,7 +74,6 @@ class Expectation(NamedTuple):
     kwargs: dict[str, Any]
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
-        """Return the difference as text, or None."""
         return _answer_problem(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 

@@ -116,7 +116,6 @@ class Snapshot:
         return [path for path, (part, old) in self.parts.items() if not _has_same_parts(part, old)]
 
     def restore(self) -> None:
-        """Restore all parts."""
         restore_contents(self.parts.values())
 
 

@@ -41,11 +41,14 @@ def is_taken_apart(module: nn.Module) -> bool:
 def as_layer(module: nn.Module) -> nn.Module:
     """Return a decomposed layer as the layer it was, with the same attributes; any other module itself."""
     cls = _layer_class(module)
-    if cls is None:
-        return module
-    layer: nn.Module = object.__new__(cls)
-    object.__setattr__(layer, "__dict__", module.__dict__)
-    return layer
+    return module if cls is None else as_original(module, cls)
+
+
+def as_original(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+    """Return a view of a module in another class, by default the one it was traced from, which shares its attributes."""
+    original: nn.Module = object.__new__(cls or module.__dict__.get("_traced_class", type(module)))
+    object.__setattr__(original, "__dict__", module.__dict__)
+    return original
 
 
 def _layer_class(module: nn.Module) -> type[nn.Module] | None:

@@ -74,13 +74,7 @@ def node_form(func: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any, tu
 
 
 class Effects:
-    """Side effects of a call: tensors changed in place, and random numbers drawn.
-
-    Args:
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        watch: Dispatch mode that observes the operators.
-    """
+    """Side effects of a call so far: arguments changed in place, and random numbers drawn."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: private.Watch) -> None:
         self._watch, self._drawn = watch, watch.drawn
@@ -88,11 +82,9 @@ class Effects:
         self._before = [private.version(tensor) for tensor in self.tensors]
 
     def has_drawn(self) -> bool:
-        """Return True if random numbers have been drawn so far."""
         return self._watch.drawn > self._drawn
 
     def changed_arguments(self) -> set[int]:
-        """Return the ids of the arguments changed so far."""
         return {id(t) for t, before in zip(self.tensors, self._before, strict=True) if private.version(t) != before}
 
 

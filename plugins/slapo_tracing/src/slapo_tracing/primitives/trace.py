@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from slapo_core import Primitive, ScheduleError
+from slapo_core import Primitive, Schedule, ScheduleError
 
-from ..tracers.in_place import put_in_place, trace_in_place
-from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
+from ..tracers.selection import Leaves, check_traceable, is_container, named_leaves, put_in_place, trace_in_place
 
 
 class TracePrimitive(Primitive):
@@ -66,7 +62,6 @@ class TracePrimitive(Primitive):
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Trace the module and put the traced module in its place."""
         options = {"recursive": recursive, "flatten": flatten, "leaf_modules": leaf_modules, "tracer": tracer}
         options["concrete_args"] = concrete_args
         if is_container(schedule.mod):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from slapo_core import Primitive, ScheduleError, TraceError
+from slapo_core import Primitive, Schedule, ScheduleError, TraceError
 from slapo_core import paths as module_paths
 
-from ..tracers.in_place import put_in_place, trace_in_place
-from ..tracers.selection import leaf_list
+from ..tracers.selection import leaf_list, put_in_place, trace_in_place
 from .trace import TracePrimitive
-
-if TYPE_CHECKING:
-    from slapo_core import Schedule
 
 
 class TraceUntilPrimitive(Primitive):
@@ -48,7 +44,6 @@ class TraceUntilPrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
-        """Trace the module and put the traced module in its place."""
         named = _modules_at(schedule, paths)
         parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
         whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]

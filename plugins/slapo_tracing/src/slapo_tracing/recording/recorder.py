@@ -39,11 +39,9 @@ from .vmapped_functions import CapturedFunction, call_captured
 
 
 class TrackedObject:
-    """Object whose state the forward may change; it stays one object in the graph.
+    """Object, list or dict that the forward may change; it stays one object in the graph.
 
-    Args:
-        value: The object, a list or a dict.
-        node: Its node; None for a container that is part of the graph, which must not change.
+    ``node`` is None for a container that is part of the graph, which must not change.
     """
 
     def __init__(self, value: Any, node: fx.Node | None) -> None:
@@ -51,7 +49,6 @@ class TrackedObject:
         self.known = Snapshot(value)
 
     def refresh(self) -> None:
-        """Accept the present state as known."""
         self.known = Snapshot(self.value)
 
 
@@ -470,7 +467,6 @@ class _SlotMemo(dict[int, Any]):
         return super().get(key, default)
 
     def tensor(self, tensor: torch.Tensor) -> Slot:
-        """Return the slot of a tensor in the copy."""
         return self._slot(self.recorder.tensor(tensor))
 
     def _slot(self, node: fx.Node | None) -> Slot:

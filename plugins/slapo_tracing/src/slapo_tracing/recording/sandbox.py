@@ -168,12 +168,10 @@ class PythonRandomState:
         self.numpy_state: Any = self.numpy.get_state() if self.numpy else None
 
     def has_changed(self) -> bool:
-        """Return True if numbers have been drawn."""
         numpy_state = self.numpy.get_state() if self.numpy else None
         return random.getstate() != self.state or fingerprint(numpy_state) != fingerprint(self.numpy_state)
 
     def restore(self) -> None:
-        """Restore the generators."""
         random.setstate(self.state)
         if self.numpy:
             self.numpy.set_state(self.numpy_state)

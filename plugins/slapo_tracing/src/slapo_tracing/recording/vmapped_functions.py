@@ -17,8 +17,7 @@ class CapturedFunction:
     """Function with captured tensors, which are looked up anew at every call.
 
     Args:
-        function: The function.
-        call: Runs it: ``call(function, *args, **kwargs)``.
+        call: Runs the function: ``call(function, *args, **kwargs)``.
         modes: Torch function modes that it runs in.
     """
 

@@ -10,7 +10,6 @@ from torch import fx, nn
 from slapo_core import TraceError, get_logger
 
 from ..graphs.guard import Call, Guard, argument_values, plain_signature
-from ..graphs.originals import module_before_trace
 from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.mode_regions import autocast_state
@@ -18,16 +17,13 @@ from ..nodes.nested_values import MODULE_TABLES, difference, fingerprint, is_inp
 from ..nodes.opaque_modules import is_opaque
 from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes
 from ..recording.module_hooks import share_hooks
-from .value_tracer import trace_again
-
-Plan = Callable[[str, nn.Module], str]
+from .value_tracer import Plan, trace_again
 
 
 class SymbolicGuard(Guard):
     """Guard of a symbolic graph: tensors of any shape and dtype as inputs; all other values as in the trace."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Return why the graph cannot serve a call, or None."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"
@@ -49,7 +45,7 @@ def trace_fx(
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
         raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
-    source = module_before_trace(module, bare=True) if isinstance(module, TracedModule) else module
+    source = variants.before_trace(module, bare=True) if variants is not None else module
     parameters = plain_signature(source)
     concrete, placeholders = _split_arguments(parameters, example, concrete_args)
     graph, reads, inlined = _graph(source, plan, concrete, tracer)

@@ -1,21 +1,21 @@
-"""Choice of the tracer, and hierarchical tracing."""
+"""Choice of the tracer, hierarchical tracing, and the tracing of a schedule's module in its place."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from slapo_core import ScheduleError, TraceError, UnknownNameError, forward_signature, get_logger, split_inputs
+from slapo_core import Schedule, ScheduleError, TraceError, UnknownNameError, forward_signature, get_logger, split_inputs
 
 from ..graphs.traced_module import TracedModule
 from ..nodes.forward_wrapping import own_forward
-from ..nodes.opaque_modules import is_opaque
-from .candidate_inputs import candidate_inputs
+from ..nodes.opaque_modules import as_original, is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
 from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
@@ -78,7 +78,13 @@ def trace_module(
         what = f"the {type(model).__name__} has hooks or a wrapped forward, which a graph would lose"
         raise TraceError(f"{what}; trace it with trace(), which keeps them around the graph")
     plan: Plan = lambda path, child: "leaf" if leaf(path, child) else "inline"  # noqa: E731
-    return _trace_flat(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
+    example, concrete = split_inputs(example_inputs, model), concrete_args or {}
+    if (cls := tracer_class(tracer)) is not None:
+        return trace_fx(model, example, plan, concrete, cls)
+    args, kwargs = example[0], {**example[1], **concrete}
+    if tracer == "export":
+        return trace_export(model, args, kwargs)
+    return trace_value(model, args, kwargs, plan, by_values=by_values)
 
 
 def check_traceable(module: nn.Module, tracer: Any) -> None:
@@ -88,24 +94,6 @@ def check_traceable(module: nn.Module, tracer: Any) -> None:
     if own_forward(module) is not None:
         what = f"the {type(module).__name__} has been given a forward of its own, beside its class's"
         raise TraceError(f"{what}, which tracing would lose; trace what is inside it")
-
-
-def _trace_flat(
-    module: nn.Module,
-    example: Any,
-    plan: Plan,
-    tracer: Any,
-    concrete: Mapping[str, Any],
-    symbolic: bool = False,
-    by_values: bool = False,
-) -> TracedModule:
-    if (cls := tracer_class(tracer)) is not None:
-        return trace_fx(module, example, plan, concrete, cls)
-    args, kwargs = example
-    kwargs = {**kwargs, **concrete}
-    if tracer == "export":
-        return trace_export(module, args, kwargs)
-    return trace_value(module, args, kwargs, plan, symbolic=symbolic, by_values=by_values)
 
 
 def trace(
@@ -169,9 +157,9 @@ def trace(
             if (example_inputs := synthetic_inputs(model, given)) is None:
                 raise
     tracer = tracer or "value"
-    if tracer_class(tracer) is not None:
+    if (cls := tracer_class(tracer)) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
-        return _trace_flat(module, example, plan, tracer, concrete_args)
+        return trace_fx(module, example, plan, concrete_args, cls)
     example_inputs = synthetic_inputs(model, given) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
@@ -256,3 +244,81 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
         get_logger().debug("no stand-ins: %s", err)
         return False
     return True
+
+
+_LENGTH = 8
+_TOKEN_SHAPED = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
+"""Arguments with the shape of the tokens, and a value for each."""
+
+
+def candidate_inputs(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield inputs by name that may fit the model: its ``dummy_inputs``, then tensors in the shapes that its layers take."""
+    parameters = {name: each for name, each in forward_signature(model).parameters.items() if name not in concrete}
+    own = _dummy_inputs(model)
+    found = {name: value for name, value in own.items() if name in parameters} if isinstance(own, Mapping) else {}
+    if concrete and isinstance(tokens := found.get("input_ids"), torch.Tensor):
+        found = {name: torch.full_like(tokens, value) for name, value in _TOKEN_SHAPED.items() if name in parameters} | found
+    if found:
+        yield found
+    named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = [each.name for each in named if each.default is each.empty] or [each.name for each in named[:1]]
+    device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
+    values = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in dict.fromkeys(_layer_input_shapes(model))]
+    alike = [(value,) * len(names) for value in values]
+    mixed = itertools.product(values[:4], repeat=len(names)) if len(names) < 4 else ()
+    yield from (dict(zip(names, each, strict=True)) for each in [*alike, *mixed] if each)
+
+
+def _dummy_inputs(model: nn.Module) -> Any:
+    try:
+        return getattr(as_original(model), "dummy_inputs", None)
+    except Exception as err:  # a property of a stranger's, for another configuration
+        get_logger().debug("dummy_inputs: %s", err)
+        return None
+
+
+def _layer_input_shapes(model: nn.Module) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """Yield shapes and dtypes of the layers' inputs, in module order, then those that fit parameters."""
+    default = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.get_default_dtype())
+    image = getattr(getattr(model, "config", None), "image_size", None)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield (2, _LENGTH), torch.long
+        elif (channels := _size_attribute(module, ("in_channels", "num_features"))) is not None:
+            dims = next((dims for dims in (1, 2, 3) if f"{dims}d" in type(module).__name__.lower()), 2)
+            for size in [image] if type(image) is int else (32, 224):
+                yield (2, channels, *(size,) * dims), default
+            yield (2, channels), default
+        elif (width := _size_attribute(module, ("in_features", "input_size", "embed_dim", "d_model", "nx"))) is not None:
+            yield (2, width), default
+            yield (2, _LENGTH, width), default
+    for parameter in model.parameters():
+        for width in (*parameter.shape[-1:], *parameter.shape[:1]):
+            yield (2, width), default
+            yield (2, _LENGTH, width), default
+
+
+def _size_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """Return the first of these attributes that is an integer, or None."""
+    return next((value for name in names if type(value := getattr(module, name, None)) is int), None)
+
+
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None uses its arguments when the model runs on the schedule's inputs.
+
+    The first inputs for the whole model become the schedule's example inputs.
+    """
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.example_inputs = example_inputs
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+
+
+def put_in_place(schedule: Schedule, traced: nn.Module) -> None:
+    """Put a traced module in the schedule's place, and carry over the metadata of each module."""
+    before = dict(schedule.mod.named_modules())
+    schedule.replace_module(traced)
+    for path, module in traced.named_modules():
+        if path in before:
+            schedule.share_metadata(before[path], module)

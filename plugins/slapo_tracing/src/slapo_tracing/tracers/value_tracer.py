@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from slapo_core import TraceError, get_logger, paths
 
 from ..graphs.guard import Call, Guard, plain_signature
-from ..graphs.originals import module_before_trace
 from ..graphs.traced_module import TracedModule, variants_of
 from ..nodes import _torch_private as private
 from ..nodes.codegen import run_graph
@@ -23,9 +22,15 @@ from ..nodes.graph_functions import expect
 from ..nodes.nested_values import alias_duplicates, has_tensor, map_tensors, replace_tensors
 from ..nodes.opaque_modules import is_opaque
 from ..nodes.torch_calls import is_uncertain_query, model_source
-from ..recording.assigned_tensors import assigned_values, mark_assigned_tensors
 from ..recording.attribute_reads import MODULE_ATTRIBUTES, Attributes, attribute_facts
-from ..recording.attribute_writes import RepeatedRun, StateChange, UsualAttributes, state_changes
+from ..recording.attribute_writes import (
+    RepeatedRun,
+    StateChange,
+    UsualAttributes,
+    assigned_values,
+    mark_assigned_tensors,
+    state_changes,
+)
 from ..recording.module_hooks import innermost_forward, share_hooks, without_engine_hooks
 from ..recording.recorder import Recorder
 from ..recording.sandbox import PythonRandomState, Sandbox
@@ -114,14 +119,8 @@ class _Session(TorchFunctionMode):
     def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded. If its graph may have inlined the target, run its original forward."""
         variants = variants_of(module)
-        if (
-            self.graphs
-            or variants is None
-            or variants.is_rewritten
-            or all(child is not self.target for child in module.modules())
-        ):
+        if self.graphs or variants is None or variants.is_rewritten or self.target not in module.modules():
             return call(module, *args, **kwargs)
-        assert isinstance(module, TracedModule)
         with innermost_forward(module, variants.original(module)):
             return call(module, *args, **kwargs)
 
@@ -215,7 +214,7 @@ class _Session(TorchFunctionMode):
         variants = variants_of(module)
         assert variants is not None
         if not variants.is_rewritten:
-            original = module_before_trace(module)
+            original = variants.before_trace(module)
             recorder.add_alias(original, module)
             if isinstance(original, TracedModule):
                 return self._run_traced(recorder, original, args, kwargs)
@@ -254,11 +253,9 @@ class _Session(TorchFunctionMode):
 
     @property
     def recorders(self) -> dict[str, Recorder]:
-        """Path of each module with a graph to its recorder."""
         return {path: recorder for path, (recorder, _) in self.graphs.items()}
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Return the value of an attribute that is read."""
         recorder = self.stack[-1]
         if name in MODULE_ATTRIBUTES:
             return value
@@ -269,12 +266,10 @@ class _Session(TorchFunctionMode):
         return value
 
     def write(self, module: nn.Module, name: str) -> None:
-        """Record that an attribute is set."""
         if (recorder := self.stack[-1]) is not None:
             recorder.writes.add((id(module), name))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
         handlers = self.module_call, self.apply, self.read, self.ask_mode, self.write
@@ -390,8 +385,6 @@ def trace_again(
 
     Args:
         module: The module as it was before it was traced.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
         inlined: Paths of the modules whose forwards become part of the graph.
         assigned: As in ``Request``.
     """
@@ -425,7 +418,7 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
         except TraceError as err:
             failed = err
     weights = [*root.parameters(), *root.buffers()]
-    if failed.__cause__ is None or any(tensor.is_meta or private.is_partitioned(tensor) for tensor in weights):
+    if failed.__cause__ is None or any(tensor.is_meta or private.whole_shape(tensor) is not None for tensor in weights):
         raise failed
     return _run(root, args, kwargs, request, fake=False, grad=grad)
 

@@ -1,11 +1,46 @@
-"""Check that tensors which are used later have not been changed or freed in between."""
+"""Inputs of a head, and the check that they have not been changed or freed when lazy logits use them later."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+
+from slapo_core import SlapoError
+
+
+class LazyLogitsError(SlapoError):
+    """Error of lazy logits that can no longer be computed, or are changed in place."""
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """Inputs of a head, from which lazy logits are computed.
+
+    Args:
+        hidden: Hidden states, attached to the autograd graph, as are the others: the kernel has a backward of its own.
+        weight: Weight of the head.
+        bias: Bias of the head.
+        choice: Implementation that the user forced.
+        mutation_check: Check that the three have not changed since the head was called.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choice: str | None
+    mutation_check: MutationCheck
+
+    def checked(self) -> HeadInputs:
+        """Return the inputs; raise ``LazyLogitsError`` if one was changed or freed since."""
+        if what := self.mutation_check.mutation():
+            lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
+            way = "look at them, as by logits.detach(), and compute losses before that, or leave linear_cross_entropy out"
+            raise LazyLogitsError(f"{lost}: somebody {what} since the head ran; {way}")
+        return self
+
 
 _NUM_SAMPLED = 1024
 """Elements of each tensor that are compared: autograd's version counter misses writes to ``.data``."""

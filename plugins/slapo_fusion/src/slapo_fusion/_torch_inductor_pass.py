@@ -11,6 +11,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .cpu_operators import custom_operator
+
 
 def options(inlined: Mapping[Any, Callable[..., Any]]) -> dict[str, Any]:
     """Return options of inductor by which it inlines custom operations as these functions of the same arguments.
@@ -29,7 +31,6 @@ class InlinePass(CustomGraphPass):
         self.functions = dict(functions)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change the graph in place."""
         for operation, function in self.functions.items():
             for node in graph.find_nodes(op="call_function", target=operation):
                 _inline(graph, node, function)
@@ -56,14 +57,11 @@ def _inline(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> Non
     graph.eliminate_dead_code()
 
 
-@torch.library.custom_op("slapo::sum", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-def _sum(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+def _row_sum(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
     return x.sum(tuple(dim), keepdim)
 
 
-@_sum.register_fake
-def _(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
-    return x.sum(tuple(dim), keepdim)
+_sum = custom_operator("sum", _row_sum, tags=(torch.Tag.needs_exact_strides,))
 
 
 def _replace_row_sums(graph: fx.Graph) -> None:
