@@ -26,14 +26,13 @@ from slapo_core import (
 )
 from slapo_tracing.nodes import difference, fingerprint
 
-from .partition.module_tree import assign_modules, prune_tree
+from .partition.module_tree import assign_modules, prune_tree, tie_groups
 from .partition.partitioner import pipeline_ranks
-from .partition.tied_parameters import tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
 from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
-from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import cuts_of_steps
+from .tracing.flat_trace import named_batch, unshared_tensors
 
 __all__ = ["program_of_pipe"]
 

@@ -25,8 +25,8 @@ from slapo_tracing.recording import Sandbox
 
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
-from .tracing.batch_arguments import named_batch
 from .tracing.cuts import Cut, cut_where, cuts_of_steps
+from .tracing.flat_trace import named_batch
 
 __all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 

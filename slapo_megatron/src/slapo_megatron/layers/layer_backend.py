@@ -7,7 +7,7 @@ schedule, which runs one for all of them.
 
 Norms stay as they are. Without Apex and Transformer Engine, Megatron's norms are ``torch.nn.LayerNorm``, which models
 already use, and ``torch.nn.RMSNorm``, which rounds differently from the models' own in low precision. With
-``tensor_parallel(parallel_loss=True)`` and bfloat16 logits, the loss is Megatron's fused one: ``fused_cross_entropy``.
+``tensor_parallel(parallel_loss=True)`` and bfloat16 logits, the loss is Megatron's fused one: ``FusedLosses``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from slapo_core import ShardSpec, get_logger
 from slapo_training.engines import without_warnings
 
 from ..process_state._megatron_private import has_fused_norms, mark_shards
-from .fused_cross_entropy import FusedLosses
-from .parallel_layers import layer_classes
+from .parallel_layers import FusedLosses, layer_classes
 
 _UNEVEN = "its parts are not equal on all ranks, or some are copies"
 _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}

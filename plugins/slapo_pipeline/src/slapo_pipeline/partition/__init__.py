@@ -7,8 +7,8 @@ batch makes a program with shapes. If the forward branches on values, `value_gua
 whether a program serves it.
 """
 
-from .boundary_traffic import Traffic, boundary_bytes
+from ..describe import Traffic, boundary_bytes
+from .module_tree import analyze_tie_weights
 from .partitioned_module import PartitionedModule, StageArguments
-from .tied_parameters import analyze_tie_weights
 
 __all__ = ["PartitionedModule", "StageArguments", "Traffic", "analyze_tie_weights", "boundary_bytes"]

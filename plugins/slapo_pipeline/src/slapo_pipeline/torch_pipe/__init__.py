@@ -11,9 +11,8 @@ wait for a tensor of this one.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .split_points import annotate_split_points
-from .stage_runtime import build_stage
-from .tied_gradients import sum_tied_gradients
+from .split_policy import annotate_split_points
+from .stage_runtime import build_stage, sum_tied_gradients
 
 if TYPE_CHECKING:
     from ._torch_private import (

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from slapo_core import BuildError, Program, forward_signature, named_inputs
 from slapo_tracing.nodes import difference, fingerprint
 
-from .stage_runtime import mark_local_stage, meta_like, model_result, sendable
-from .tied_gradients import sum_tied_gradients
+from .stage_runtime import mark_local_stage, meta_like, model_result, sendable, sum_tied_gradients
 
 
 class PipeRuntime:
