@@ -1,4 +1,4 @@
-"""Parameters of this rank, and checks and reductions over the ranks that hold the same parameters."""
+"""Stages of this rank as one module, and checks and reductions over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
