@@ -1,4 +1,4 @@
-"""A partition as text: the modules, parameters and transfers of each stage, and its code."""
+"""A partition as text: the modules, parameters and code of each stage, and the bytes that cross each boundary."""
 
 from __future__ import annotations
 
@@ -17,61 +17,6 @@ from slapo_core import Boundary, BuildError, Program, Schedule
 from slapo_tracing.nodes import function_name
 
 from .analysis import analyze_pipeline_module, program_of
-
-
-@dataclass(frozen=True)
-class BoundaryValues:
-    """The values that cross one boundary with every micro-batch.
-
-    Args:
-        values: Sent by one stage to the next, in order.
-    """
-
-    values: tuple[Boundary, ...]
-
-    @property
-    def forward(self) -> int:
-        """Bytes of the values."""
-        return sum(map(value_bytes, self.values))
-
-    @property
-    def backward(self) -> int:
-        """Bytes of their gradients."""
-        return sum(value_bytes(value) for value in self.values if value.requires_grad)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The values that cross the boundaries of a program; ``str`` gives a table.
-
-    Args:
-        boundaries: In order; the first lies between stages 0 and 1.
-    """
-
-    boundaries: tuple[BoundaryValues, ...]
-
-    def __str__(self) -> str:
-        rows = [("stages", "forward", "backward", "values")]
-        for index, crossed in enumerate(self.boundaries):
-            values = ", ".join(f"{value.name}{list(value.shape)}" for value in crossed.values)
-            rows.append((f"{index} -> {index + 1}", f"{crossed.forward:,} B", f"{crossed.backward:,} B", values))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {backward:>{widths[2]}}  {values}"
-            for name, forward, backward, values in rows
-        )
-
-
-def boundary_bytes(program: Program) -> Traffic:
-    """Return the bytes that one micro-batch of the program's input shapes sends over each boundary, forward and backward."""
-    return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
-
-
-def value_bytes(value: Boundary) -> int:
-    return math.prod(value.shape) * value.dtype.itemsize
-
-
-__all__ = ["describe", "stage_code"]
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 
@@ -224,3 +169,58 @@ def _text(value: Any) -> str:
 def _attribute(path: str) -> str:
     """Return a path as a Python expression: ``h.0.attn`` becomes ``self.h[0].attn``."""
     return "self" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in path.split("."))
+
+
+@dataclass(frozen=True)
+class BoundaryValues:
+    """The values that cross one boundary with every micro-batch.
+
+    Args:
+        values: Sent by one stage to the next, in order.
+    """
+
+    values: tuple[Boundary, ...]
+
+    @property
+    def forward(self) -> int:
+        """Bytes of the values."""
+        return sum(map(value_bytes, self.values))
+
+    @property
+    def backward(self) -> int:
+        """Bytes of their gradients."""
+        return sum(value_bytes(value) for value in self.values if value.requires_grad)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The values that cross the boundaries of a program; ``str`` gives a table.
+
+    Args:
+        boundaries: In order; the first lies between stages 0 and 1.
+    """
+
+    boundaries: tuple[BoundaryValues, ...]
+
+    def __str__(self) -> str:
+        rows = [("stages", "forward", "backward", "values")]
+        for index, crossed in enumerate(self.boundaries):
+            values = ", ".join(f"{value.name}{list(value.shape)}" for value in crossed.values)
+            rows.append((f"{index} -> {index + 1}", f"{crossed.forward:,} B", f"{crossed.backward:,} B", values))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {backward:>{widths[2]}}  {values}"
+            for name, forward, backward, values in rows
+        )
+
+
+def boundary_bytes(program: Program) -> Traffic:
+    """Return the bytes that one micro-batch of the program's input shapes sends over each boundary, forward and backward."""
+    return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
+
+
+def value_bytes(value: Boundary) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+__all__ = ["Traffic", "boundary_bytes", "describe", "stage_code"]

@@ -1,4 +1,4 @@
-"""Cuts by a split policy: a function that puts marks into the traced model's graph."""
+"""Cuts of a pipe: split points at the paths of modules, or a policy that puts marks into the traced model's graph."""
 
 from __future__ import annotations
 

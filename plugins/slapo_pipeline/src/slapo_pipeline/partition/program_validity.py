@@ -1,4 +1,4 @@
-"""Guard on the values of a batch: the program serves it if the forward would take the same branches."""
+"""Validity of a program: the same modules are inlined, and the forward takes the same branches on a batch's values."""
 
 from __future__ import annotations
 
