@@ -27,13 +27,11 @@ from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DeepSpeedOptions
 from .optimizer import whole_tensor_optimizer
-from .optimizer.local_tensors import unsupported_reason, weight_pieces
-from .optimizer.reduced_gradients import ReducedGradients
+from .optimizer.local_tensors import ReducedGradients, unsupported_reason, weight_pieces
 from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import MeshGroups, TorchLinear, align_numbering, import_deepspeed, start
-from .zero.external_parameters import ExternalReads
-from .zero.gradient_order import UsedParameters
+from .process_state.engine_import import MeshGroups, TorchLinear, import_deepspeed, start
+from .zero_checks import ExternalReads, UsedParameters
 
 
 class DeepSpeedEngine(DeepSpeedCheckpoints):
@@ -75,7 +73,7 @@ class DeepSpeedEngine(DeepSpeedCheckpoints):
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
-            align_numbering(program)
+            private.align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
         self._initialize(
             pipelined or self.module, optimizer, own, rate, mpu

@@ -24,8 +24,14 @@ from .checkpoint.save_load import MegatronCheckpoints
 from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import LocalTensors
-from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatron_optimizer, optimizer_config, whole_layout
-from .optimizer.reduced_gradients import ReducedGradients
+from .optimizer.optimizer_wrappers import (
+    ReducedGradients,
+    bind_masters,
+    initialize_state,
+    megatron_optimizer,
+    optimizer_config,
+    whole_layout,
+)
 from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of

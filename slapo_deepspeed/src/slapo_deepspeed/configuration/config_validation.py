@@ -93,26 +93,13 @@ class _ReadTracker(dict[str, Any]):
         return super().items()
 
     def keys(self) -> Any:
-        return _Keys(self)
+        return self  # so that a membership test reads the key
 
     def __copy__(self) -> _ReadTracker:
         return self
 
     def __deepcopy__(self, memo: Any) -> _ReadTracker:
         return self
-
-
-class _Keys:
-    """Key view of ``_ReadTracker``: a membership test reads the key."""
-
-    def __init__(self, of: _ReadTracker) -> None:
-        self._of = of
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
 
 
 def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from slapo_core import BuildError, Program, gather_objects
+from slapo_core import BuildError, Program
 from slapo_training.distributed import SingleProcessGroup
 from slapo_training.engines import without_warnings
 
@@ -74,15 +74,6 @@ def start(deepspeed: Any) -> SingleProcessGroup:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     _deepspeed_private.forget_mpu()
     return world
-
-
-def align_numbering(program: Program) -> None:
-    """Start the numbering of stage 3's parameters and modules from the same numbers on all ranks. Collective over the mesh.
-
-    DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
-    process that has had more engines than another one counts from higher numbers.
-    """
-    _deepspeed_private.align_numbers(lambda own: gather_objects(own, program.mesh))
 
 
 class MeshGroups:
