@@ -85,11 +85,9 @@ def _make_layer(module: Any, kind: str, spec: ShardSpec, sums_gradient: bool) ->
     if kind != "vocabulary":
         sizes = (sizes[1], sizes[0])
         given |= {"bias": module.bias is not None, "skip_bias_add": kind == "columns"}
-    given |= {
-        "vocabulary": {},
-        "columns": {"disable_grad_reduce": not sums_gradient},
-        "rows": {"input_is_parallel": True},
-    }[kind]
+    given |= {"vocabulary": {}, "columns": {"disable_grad_reduce": not sums_gradient}, "rows": {"input_is_parallel": True}}[
+        kind
+    ]
     with torch.device("meta"):
         layer: nn.Module = make(*sizes, init_method=lambda weight: None, **given)
     layer._load_state_dict_pre_hooks.clear()  # it handles an extra state of Transformer Engine

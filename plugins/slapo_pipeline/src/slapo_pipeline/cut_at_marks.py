@@ -12,9 +12,8 @@ from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.tracers import synthetic_inputs
 
 from .cut_pipeline_stage import refuse_inside_opaque
-from .tracing.cuts import CUT_AT_MARKS
+from .tracing.cuts import CUT_AT_MARKS, record_marks
 from .tracing.flat_trace import named_batch, trace_flat, unshared_tensors
-from .tracing.pipe_split import record_marks
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,22 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
     """
     program = program_of(partitioned, "describe", "a Program or a schedule")
     found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
-    whole = f"{type(program.module).__name__}: {_with_count(len(program.stages), 'stage')}, {_parameters([program.module])}"
+    whole = f"{type(program.module).__name__}: {_with_count(len(program.stages), 'stage')}, {_parameters(program.module)}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
     blocks = [whole]
     for stage in program.stages:
         last = stage is program.stages[-1]
-        sent = ", ".join(found.results[stage.index]) if last else _values(program.stages[stage.index + 1].inputs)
+        sent, both_ways = ", ".join(found.results[stage.index]), ""
+        if not last:
+            crossed, sent = traffic.boundaries[stage.index], _values(program.stages[stage.index + 1].inputs)
+            both_ways = f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
         rows = {
             "runs": ", ".join(_join_consecutive(stage.paths)) or nothing,
-            "holds": _parameters([stage.module]),
+            "holds": _parameters(stage.module),
             "receives": _values(stage.inputs),
             "from the batch": ", ".join(stage.batch_inputs),
             "returns" if last else "sends": sent,
-            "per micro-batch": "" if last else _both_ways(traffic.boundaries[stage.index]),
+            "per micro-batch": both_ways,
             "shares": ", ".join(" = ".join(tie.names) for tie in program.ties if stage.index in tie.stages),
         }
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
@@ -98,16 +101,12 @@ def _join_consecutive(paths: Iterable[str]) -> list[str]:
     return [f"{prefix}{'.' if prefix else ''}{names[0]}{f'-{names[-1]}' if names[1:] else ''}" for prefix, names in runs]
 
 
-def _parameters(modules: Sequence[nn.Module]) -> str:
-    found = {id(tensor): tensor for module in modules for tensor in module.parameters()}.values()
+def _parameters(module: nn.Module) -> str:
+    found = [*module.parameters()]
     frozen = sum(tensor.numel() for tensor in found if not tensor.requires_grad)
     count = sum(tensor.numel() for tensor in found)
     size = f"{_with_count(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
     return f"{size}, {frozen:,} frozen" if frozen else size
-
-
-def _both_ways(crossed: BoundaryValues) -> str:
-    return f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
 
 
 def _values(values: Iterable[Boundary]) -> str:

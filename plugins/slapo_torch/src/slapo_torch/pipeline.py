@@ -38,12 +38,7 @@ class RunningStage(VaryingStage):
     """
 
     def __init__(
-        self,
-        calls: Sequence[StageCall],
-        program: Program,
-        index: int,
-        result: StepResult,
-        replicas: DDPReplicas | None = None,
+        self, calls: Sequence[StageCall], program: Program, index: int, result: StepResult, replicas: DDPReplicas | None = None
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)

@@ -80,22 +80,18 @@ def search_cuts(
     return _table(level.units, level.costs, choice.cuts), level.units.cached_trace()
 
 
+@dataclass
 class _Search:
     """The search for one choice of cuts, at levels that divide the blocks further and further."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        inputs: Mapping[str, Any],
-        stages: int,
-        balance: str,
-        microbatches: int,
-        leaves: Collection[str],
-    ) -> None:
-        self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
-        self.leaves = leaves
-        self.widest: int | None = None
-        """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
+    root: nn.Module
+    inputs: Mapping[str, Any]
+    stages: int
+    balance: str
+    microbatches: int
+    leaves: Collection[str]
+    widest: int | None = None
+    """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
 
     def level(self, whole: Sequence[str]) -> _Level:
         """Return the level at which these blocks are whole."""

@@ -7,7 +7,7 @@ batch makes a program with shapes. If the forward branches on values, `program_v
 whether a program serves it.
 """
 
-from .module_tree import analyze_tie_weights
 from .partitioned_module import PartitionedModule, StageArguments
+from .stage_module import analyze_tie_weights
 
 __all__ = ["PartitionedModule", "StageArguments", "analyze_tie_weights"]

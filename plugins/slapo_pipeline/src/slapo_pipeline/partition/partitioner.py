@@ -34,9 +34,8 @@ from ..assignment.state_ownership import StateOwnership
 from ..tracing.cuts import cuts_of_steps
 from ..tracing.flat_trace import CachedTrace, inlined_paths, named_batch, trace_flat, unshared_tensors
 from ..tracing.root_hooks import is_indivisible, move_root_hooks, without_root_hooks
-from .module_tree import assign_modules, tie_groups
 from .program_validity import InlinedModules, ValueGuard
-from .stage_module import batch_argument_names, stage_module
+from .stage_module import assign_modules, batch_argument_names, stage_module, tie_groups
 from .symbolic_stages import symbolic_assignment, symbolic_stage
 
 CACHED_TRACE = "slapo_pipeline.tracing.flat_trace"

@@ -36,7 +36,9 @@ class PipeRuntime:
         module = BatchForwardingStage(self.program, index, self.example, output)
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to(device)
-        stage = TiedStage(self, module, index, device, group)
+        received, sent = module.received_like(), module.sent_like()
+        stage = TiedStage(module, index, len(self.program.stages), device, received, sent, group=group)
+        stage.runtime = self
         self._built[index], self._group = stage, group
         return stage
 
@@ -56,29 +58,19 @@ class PipeRuntime:
 class TiedStage(PipelineStage):
     """A stage that leaves the gradients of tied parameters to the runtime, as other stages of this rank may hold them."""
 
-    def __init__(
-        self,
-        runtime: PipeRuntime,
-        module: BatchForwardingStage,
-        index: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        num_stages = len(runtime.program.stages)
-        super().__init__(module, index, num_stages, device, module.received_like(), module.sent_like(), group=group)
-        self._runtime = runtime
+    runtime: PipeRuntime
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of this stage's own parameters."""
         for parameter in self.submod.parameters():
-            if grad_scale_factor != 1 and parameter.grad is not None and id(parameter) not in self._runtime.tied:
+            if grad_scale_factor != 1 and parameter.grad is not None and id(parameter) not in self.runtime.tied:
                 parameter.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step; the schedule calls this after the stage's last backward."""
         if self.has_backward:  # an evaluation must not scale the gradients of the last step again
             super().perform_reduce_grad(grad_scale_factor)
-            self._runtime.finish(self, grad_scale_factor)
+            self.runtime.finish(self, grad_scale_factor)
 
 
 class BatchForwardingStage(StageRunner):

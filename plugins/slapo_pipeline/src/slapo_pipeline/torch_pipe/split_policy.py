@@ -14,9 +14,8 @@ from slapo_tracing.nodes import is_mode_node, is_opaque
 from ..assignment.block_inlining import DividedGraph
 from ..assignment.node_assignment import Assigner
 from ..partition.partitioner import Partitioner
-from ..tracing.cuts import Cut, Where
+from ..tracing.cuts import Cut, Where, is_mark, pipe_split
 from ..tracing.flat_trace import is_custom, trace_flat
-from ..tracing.pipe_split import is_mark, pipe_split
 from ..tracing.root_hooks import without_root_hooks
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import Snapshot, autocast_state, fingerprint, is_mode_node
 
 from ._torch_private import replaced_pipe_split
-from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
-from .pipe_split import is_mark, mark
+from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark, is_mark, mark
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:

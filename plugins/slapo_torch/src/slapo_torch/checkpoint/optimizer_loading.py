@@ -92,10 +92,7 @@ def select_state(
 
 
 def tensors_to_read(
-    named: NamedOptimizer,
-    selected: LoadedState,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    path: str,
+    named: NamedOptimizer, selected: LoadedState, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], path: str
 ) -> dict[tuple[str, Any], Piece]:
     """Return new tensors to read the per-element state into, by parameter and the optimizer's key."""
     found = {}
@@ -123,12 +120,7 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
             )
 
 
-def restore(
-    named: NamedOptimizer,
-    selected: LoadedState,
-    read: Mapping[tuple[str, Any], Piece],
-    loading: StateLoading,
-) -> None:
+def restore(named: NamedOptimizer, selected: LoadedState, read: Mapping[tuple[str, Any], Piece], loading: StateLoading) -> None:
     """Load the selected state into the optimizer."""
     (names, listed), own = named.names(), named.own()
     index = {name: number for number, name in enumerate(names)}
