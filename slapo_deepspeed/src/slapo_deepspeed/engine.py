@@ -75,9 +75,8 @@ class DeepSpeedEngine(DeepSpeedCheckpoints):
         if options.zero_stage == 3:
             private.align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
-        self._initialize(
-            pipelined or self.module, optimizer, own, rate, mpu
-        )  # other ranks may wait inside for a rank that fails
+        # other ranks may wait inside for a rank that fails
+        self._initialize(pipelined or self.module, optimizer, own, rate, mpu)
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.MergedStep(self.model)

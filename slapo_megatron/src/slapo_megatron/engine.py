@@ -290,9 +290,5 @@ def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     # Packed outside of any module: sharded values cross as shards, which no module's forward may mix.
-    return model.module.output_tensor(model(*next(iterator))), _loss
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss, which Megatron divides in place, and a copy to keep."""
-    return output, output.detach().clone()
+    # Megatron divides the loss in place; the copy is to keep.
+    return model.module.output_tensor(model(*next(iterator))), lambda loss: (loss, loss.detach().clone())

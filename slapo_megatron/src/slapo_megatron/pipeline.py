@@ -76,7 +76,7 @@ class Layout:
 
 def carrier_dtype(boundaries: Sequence[Boundary], weights: torch.dtype) -> torch.dtype:
     """Return the type that holds every value with a gradient exactly, or the weights' type if there is none."""
-    found = [_real_type(boundary.dtype) for boundary in boundaries if boundary.requires_grad]
+    found = [boundary.dtype.to_real() for boundary in boundaries if boundary.requires_grad]
     return reduce(torch.promote_types, found) if found else weights
 
 
@@ -108,13 +108,9 @@ def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) 
         )
 
 
-def _real_type(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def _from_real(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
     if boundary.dtype.is_complex:
-        return torch.view_as_complex(part.view(*boundary.shape, 2).to(_real_type(boundary.dtype)))
+        return torch.view_as_complex(part.view(*boundary.shape, 2).to(boundary.dtype.to_real()))
     return part.view(boundary.shape).to(boundary.dtype)
 
 
@@ -201,18 +197,17 @@ class RunningStage(StageForward):
 
     def output_tensor(self, output: Any) -> torch.Tensor:
         """Return ``forward``'s result as the one tensor that Megatron sends; its backward reaches the received tensor."""
-        one: torch.Tensor = output if self.post_process else self._pack_output(output)
+        one: torch.Tensor = output
+        if not self.post_process:
+            assert self._borders is not None
+            layout = self._borders.layouts[self._index + 1]
+            one = layout.pack(output, layout.size if self._is_alone else self._borders.size)
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
             one = with_zero_gradient(one, self._received)
         # Megatron divides a loss in place, and may free a tensor after sending it
         is_changed = self.post_process or self.config.deallocate_pipeline_outputs
         return one.clone() if is_changed else one
-
-    def _pack_output(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        assert self._borders is not None
-        layout = self._borders.layouts[self._index + 1]
-        return layout.pack(values, layout.size if self._is_alone else self._borders.size)
 
 
 def ties_of(program: Program, state: ParallelState) -> list[Tie]:

@@ -212,10 +212,8 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
     if own["optimizer"] is None:
         return
-    by_stage = list in (
-        type(saved["groups"]),
-        type(own["groups"]),
-    )  # stages with different groups are compared by parameter names
+    # stages with different groups are compared by parameter names
+    by_stage = list in (type(saved["groups"]), type(own["groups"]))
     checkpoint_files.check_same(saved, own, ("optimizer", *(() if by_stage else ("groups",)), "lr_scheduler"))
 
 

@@ -26,12 +26,10 @@ def optimizer_config(options: MegatronOptions) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     given = options.section("optimizer")
-    precision = {"bf16": options.precision == "bf16", "params_dtype": options.dtype}
-    given |= {
-        "use_distributed_optimizer": options.distributed_optimizer,
-        "clip_grad": float(options.clip) or float("inf"),
-    }  # with 0 Megatron computes no norm
-    return config_of(OptimizerConfig, {**given, **precision})
+    given |= {"bf16": options.precision == "bf16", "params_dtype": options.dtype}
+    given |= {"use_distributed_optimizer": options.distributed_optimizer}
+    given["clip_grad"] = float(options.clip) or float("inf")  # with 0 Megatron computes no norm
+    return config_of(OptimizerConfig, given)
 
 
 def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
@@ -45,12 +43,9 @@ def megatron_optimizer(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
 def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> ParameterLayout:
     """Return the layout of the parameters that this rank's optimizer steps; with bf16 fp32 copies of them."""
     dtype = torch.float32 if options.precision == "bf16" else None
-    refusal = (
-        "the distributed optimizer gives each rank ranges of flattened ones; leave distributed_optimizer out"
-        if options.distributed_optimizer
-        else ""
-    )
-    return ParameterLayout.of_engine(program, module, dtype, is_flat=options.distributed_optimizer, refusal=refusal)
+    is_flat = options.distributed_optimizer
+    refusal = "the distributed optimizer gives each rank ranges of flattened ones; leave distributed_optimizer out"
+    return ParameterLayout.of_engine(program, module, dtype, is_flat=is_flat, refusal=refusal if is_flat else "")
 
 
 def bind_masters(optimizer: torch.optim.Optimizer) -> None:

@@ -38,9 +38,8 @@ class InlinedModules:
             self._used.append((stage, {}))
             for target in sorted(names):
                 *outer, name = target.split(".")
-                if _member(_module_at(root, tuple(outer)), name) is _member(
-                    _module_at(stage, tuple(outer)), name
-                ):  # no constant of the graph
+                here, there = (_member(_module_at(tree, tuple(outer)), name) for tree in (root, stage))
+                if here is there:  # no constant of the graph
                     self._used[-1][1].setdefault(tuple(outer), []).append(name)
 
     def wrapping_changed(self, root: nn.Module) -> bool:

@@ -99,9 +99,8 @@ def stage_graph(assignment: Assignment, index: int, names: Sequence[str]) -> tup
         value = node.meta["val"]
         if not value.is_contiguous():
             env[node] = graph.call_function(with_strides, (env[node], tuple(value.stride())))
-        elif (
-            assignment.aliases.memory_of(node) & changed
-        ):  # the runtime owns the received tensor, and autograd forbids changing a leaf
+        elif assignment.aliases.memory_of(node) & changed:
+            # the runtime owns the received tensor, and autograd forbids changing a leaf
             env[node] = graph.call_method("clone", (env[node],))
     for node in nodes:
         if node.op != "placeholder":

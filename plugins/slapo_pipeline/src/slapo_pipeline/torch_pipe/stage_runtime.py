@@ -174,9 +174,8 @@ def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None)
     if not trained:
         return
     group, built = group or pipeline_group(program), local_stages(program)
-    held = [
-        not built.isdisjoint(stages) for _, stages in trained
-    ]  # no optimizer of another rank would ever clear this gradient
+    # no optimizer would ever clear a gradient that this rank's stages do not use
+    held = [not built.isdisjoint(stages) for _, stages in trained]
     given = [here and parameter.grad is not None for (parameter, _), here in zip(trained, held, strict=True)]
     counts = torch.tensor(given, device=trained[0][0].device, dtype=torch.int32)
     dist.all_reduce(counts, group=group)

@@ -73,9 +73,8 @@ def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     if like.nbytes == 0:
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(
-        like.shape
-    )  # pages that are never written take no memory
+    # pages that are never written take no memory
+    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape)
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:

@@ -45,9 +45,8 @@ def piece_of_parameter(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
 def parameter_layout(program: Program, module: nn.Module) -> ParameterLayout:
     """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
     parts = ParameterLayout.of_engine(program, module, None, is_flat=False)
-    return replace(
-        parts, piece=lambda parameter: piece_of_parameter(parameter, parameter)
-    )  # FSDP shards rows of tensor-parallel shards
+    # FSDP shards rows of tensor-parallel shards
+    return replace(parts, piece=lambda parameter: piece_of_parameter(parameter, parameter))
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:

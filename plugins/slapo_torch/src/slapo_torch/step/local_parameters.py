@@ -12,7 +12,7 @@ from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import check_same_start
 
 from ..fsdp.replica_spec import replica_tensor, without_replica_sharding
-from ..gradients.reduction import group_by_ranks, sum_gradients
+from ..gradients.reduction import sum_gradients
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
@@ -53,14 +53,15 @@ class LocalParameters:
         staged = len(program.stages) > 1
         placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
         self._own_ties = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
-        shared = [(ranks, parameter) for ranks, _, parameter in self._own_ties if parameter.requires_grad and len(ranks) > 1]
-        self._shared = group_by_ranks(shared)
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for ranks, _, parameter in sorted(self._own_ties, key=lambda tie: tie[0]):
+            if parameter.requires_grad and len(ranks) > 1:
+                self._shared.setdefault(ranks, []).append(parameter)
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
-        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
-        if len(self._unchecked) == len(self.trainable):  # nothing is sharded
-            self._unchecked.clear()
-        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        whole = {name: parameter for name, parameter in trained.items() if not is_sharded(replica_tensor(parameter))}
+        has_shards = len(whole) < len(trained)
+        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.numel() and has_shards}
 
     def is_outdated(self) -> bool:
         """Return True if parameters were unfrozen since this object was made."""
