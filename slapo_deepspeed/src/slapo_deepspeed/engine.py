@@ -19,7 +19,7 @@ from slapo_training.ema import MasterValue
 from slapo_training.engines import microbatch_plans, release_others, without_warnings
 from slapo_training.losses import LossReduction, check_has_gradient
 from slapo_training.model import Piece
-from slapo_training.optimizers import WholeTensorOptimizer, make_on_all_ranks
+from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer, make_on_all_ranks
 from slapo_training.options import is_lr_scheduler
 
 from .checkpoint.save_load import DeepSpeedCheckpoints
@@ -96,7 +96,8 @@ class DeepSpeedEngine(DeepSpeedCheckpoints):
 
     def _make_optimizer(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
-        layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
+        is_flat = options.zero_stage > 0  # ZeRO steps flat fp32 ranges
+        layout = ParameterLayout.of_engine(program, self.module, torch.float32 if is_flat else None, is_flat=is_flat)
         if options.optimizer is not None or "optimizer" not in self._config:
             return make_on_all_ranks(options, layout, self.module, self._fit)
         factory = factory_of(self._config, any(is_sharded(each) for each in self.module.parameters()))

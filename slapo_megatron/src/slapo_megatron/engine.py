@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,12 +70,9 @@ class MegatronEngine(MegatronCheckpoints):
         """Convert a float32 tensor to the type of the weights; return any other tensor as it is."""
         return tensor.to(self.options.dtype) if tensor.dtype is torch.float32 else tensor
 
-    def _mode(self) -> AbstractContextManager[None]:
-        return mode_of(self._device_type)
-
     @contextmanager
     def _call_context(self) -> Iterator[None]:
-        with self._mode(), without_warnings():
+        with mode_of(self._device_type), without_warnings():
             yield
 
     def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
@@ -211,7 +208,7 @@ class MegatronEngine(MegatronCheckpoints):
             chunk.train()
             chunk.zero_grad_buffer()
         self._modes.restore_frozen()
-        with self._mode():
+        with mode_of(self._device_type):
             with without_warnings():
                 self.optimizer.zero_grad()
             with self._unused.watch_backwards(), self._gradients.compare_backwards():
@@ -229,7 +226,7 @@ class MegatronEngine(MegatronCheckpoints):
         for chunk in self.model:
             chunk.train(training)
         self._modes.restore_frozen()
-        with self._mode():
+        with mode_of(self._device_type):
             loss = self._run_schedule(batch, training=False)
         return loss, self._stages[-1].counted
 

@@ -62,7 +62,8 @@ class Shares:
         named = {**parameters(module), **self._buffers}
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
-        self.pieces = {name: _place(tensor) for name, tensor in named.items()}
+        shaped = {name: tensor.new_empty(private.full_shape(tensor), device="meta") for name, tensor in named.items()}
+        self.pieces = {name: piece_of(each, shard_spec(named[name])) for name, each in shaped.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._shares_of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
         self.held = [share for share, _ in found if share.value.numel()]
@@ -142,10 +143,6 @@ def unsupported_reason(model: Any, module: nn.Module) -> str:
     if any(key.endswith("_extra_state") for key in module.state_dict(keep_vars=True)):
         return "modules with an extra state"
     return ""
-
-
-def _place(tensor: torch.Tensor) -> Piece:
-    return piece_of(torch.empty(private.full_shape(tensor), dtype=tensor.dtype, device="meta"), shard_spec(tensor))
 
 
 def weight_pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> dict[str, Piece]:

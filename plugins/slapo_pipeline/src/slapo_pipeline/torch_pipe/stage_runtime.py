@@ -72,12 +72,6 @@ def mark_local_stage(program: Program, stage: int) -> None:
     program.stages[stage].module.__dict__[_LOCAL] = True
 
 
-def local_stages(program: Program) -> set[int]:
-    """Return the stages that this rank runs, or all stages if it built none."""
-    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
-    return built or {stage.index for stage in program.stages}
-
-
 _LOCAL = "_slapo_built_here"
 """Attribute of the module of a stage that this rank runs."""
 
@@ -173,9 +167,10 @@ def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None)
     trained = [(parameter, stages) for parameter, stages in tied if parameter.requires_grad]
     if not trained:
         return
-    group, built = group or pipeline_group(program), local_stages(program)
+    group = group or pipeline_group(program)
+    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
     # no optimizer would ever clear a gradient that this rank's stages do not use
-    held = [not built.isdisjoint(stages) for _, stages in trained]
+    held = [not built or not built.isdisjoint(stages) for _, stages in trained]
     given = [here and parameter.grad is not None for (parameter, _), here in zip(trained, held, strict=True)]
     counts = torch.tensor(given, device=trained[0][0].device, dtype=torch.int32)
     dist.all_reduce(counts, group=group)
