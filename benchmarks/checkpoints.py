@@ -106,14 +106,13 @@ def written_by_megatron(engine: Any, folder: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from slapo_megatron.optimizer.local_tensors import LocalTensors
-    from slapo_megatron.optimizer.optimizer_state import OptimizerState
     from slapo_megatron.process_state.cpu_mode import cpu_mode
 
     filesystem_async._results_queue = queue.Queue()
     folder.mkdir(exist_ok=True)
     with cpu_mode():
         held = LocalTensors(engine.program)
-        optimizer, _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
+        optimizer = engine.optimizer_state(held).sharded_state(engine.has_stepped, is_loading=False)
         dist_checkpointing.save({"model": held.sharded_tensors(held.tensors), "optimizer": optimizer}, str(folder))
 
 

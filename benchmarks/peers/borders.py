@@ -57,13 +57,13 @@ Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def _deepspeed(planned: Planned) -> Pair:
-    from slapo_deepspeed.boundary_packing import pack, unpack
+    from slapo_deepspeed.pipeline import pack, unpack
 
     return lambda values: pack(values, planned, 0), lambda sent: unpack(sent, planned, torch.float32)
 
 
 def _megatron(planned: Planned) -> Pair:
-    from slapo_megatron.boundary_packing import Layout
+    from slapo_megatron.pipeline import Layout
 
     layout = Layout(planned, torch.float32, 0, torch.device("cpu"))
     return lambda values: layout.pack(values, layout.size), layout.unpack

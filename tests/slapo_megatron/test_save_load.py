@@ -16,7 +16,6 @@ from torch import nn
 
 from slapo_core import build, create_schedule
 from slapo_megatron.optimizer.local_tensors import LocalTensors
-from slapo_megatron.optimizer.optimizer_state import OptimizerState
 from slapo_megatron.process_state.cpu_mode import cpu_mode
 from slapo_testing import run_distributed
 from slapo_training.engines import without_warnings
@@ -204,7 +203,7 @@ def read_by_megatron(rank: int, folder: str) -> list[bool]:
     (data,) = Path(folder).glob("data-*")
     with cpu_mode(), without_warnings():
         found = dist_checkpointing.load_plain_tensors(str(data))
-        kept = OptimizerState(engine, LocalTensors(engine.program))._whole("exp_avg")
+        kept = engine.optimizer_state(LocalTensors(engine.program))._whole("exp_avg")
     equal = [torch.equal(found[name], parameter) for name, parameter in engine.module.named_parameters()]
     equal += [torch.equal(found[f"optimizer.exp_avg.{name}"], value) for name, value in kept.items()]
     engine.close()

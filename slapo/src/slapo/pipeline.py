@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import build_program
 from slapo_pipeline.analysis import LiveValue, PipelineAnalysis, analyze_pipeline_module, module_stages
-from slapo_pipeline.describe import describe, stage_code
-from slapo_pipeline.partition import PartitionedModule, StageArguments, Traffic, analyze_tie_weights, boundary_bytes
+from slapo_pipeline.describe import Traffic, boundary_bytes, describe, stage_code
+from slapo_pipeline.partition import PartitionedModule, StageArguments, analyze_tie_weights
 from slapo_pipeline.pipe import Pipe, pipeline
 from slapo_pipeline.program_of_pipe import program_of_pipe
 from slapo_pipeline.propagation import (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from os import PathLike
 from typing import Any
 
 import torch
@@ -15,32 +14,27 @@ from torch import nn
 from slapo_core import BuildError, Program, call_arguments, is_sharded
 from slapo_training.batch_engine import MicroBatches
 from slapo_training.batches import Batch
-from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import Ranks, SingleProcessGroup
+from slapo_training.distributed import SingleProcessGroup
 from slapo_training.ema import MasterValue
-from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
-from slapo_training.external_engine import ExternalEngine
+from slapo_training.engines import microbatch_plans, release_others, without_warnings
 from slapo_training.losses import LossReduction, check_has_gradient
 from slapo_training.model import Piece
-from slapo_training.optimizers import WholeTensorOptimizer, make_on_all_ranks
+from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer, make_on_all_ranks
 from slapo_training.options import is_lr_scheduler
 
-from .checkpoint import save_load
+from .checkpoint.save_load import DeepSpeedCheckpoints
 from .configuration.config_optimizer import factory_of, is_offloaded
 from .configuration.config_validation import check_config
 from .configuration.options import DeepSpeedOptions
-from .optimizer import master_weights, whole_tensor_optimizer
-from .optimizer.local_tensors import Shares, unsupported_reason
-from .optimizer.reduced_gradients import ReducedGradients
+from .optimizer import whole_tensor_optimizer
+from .optimizer.local_tensors import ReducedGradients, unsupported_reason, weight_pieces
 from .pipeline import RunningStage, in_pipeline, keep_mode, steps
 from .process_state import _deepspeed_private as private
-from .process_state.engine_import import TorchLinear, align_numbering, import_deepspeed, start
-from .process_state.process_groups import MeshGroups
-from .zero.external_parameters import ExternalReads
-from .zero.gradient_order import UsedParameters
+from .process_state.engine_import import MeshGroups, TorchLinear, import_deepspeed, start
+from .zero_checks import ExternalReads, UsedParameters
 
 
-class DeepSpeedEngine(ExternalEngine):
+class DeepSpeedEngine(DeepSpeedCheckpoints):
     """Engine that trains or evaluates a model on DeepSpeed's engine.
 
     Every method is collective over the mesh. An error inside a step closes the engine, because other ranks may wait.
@@ -79,11 +73,10 @@ class DeepSpeedEngine(ExternalEngine):
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
-            align_numbering(program)
+            private.align_numbering(program)
         in_turns = optimizer is None or not options.zero_stage or whole_tensor_optimizer.steps_in_turns(optimizer)
-        self._initialize(
-            pipelined or self.module, optimizer, own, rate, mpu
-        )  # other ranks may wait inside for a rank that fails
+        # other ranks may wait inside for a rank that fails
+        self._initialize(pipelined or self.module, optimizer, own, rate, mpu)
         self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         whole_tensor_optimizer.bind(self.model, program, in_turns)
         self._turns = whole_tensor_optimizer.MergedStep(self.model)
@@ -103,7 +96,8 @@ class DeepSpeedEngine(ExternalEngine):
 
     def _make_optimizer(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
         """Return the given optimizer and schedule, or the config's optimizer if it must step whole tensors, or two Nones."""
-        layout = whole_tensor_optimizer.layout(program, self.module, options.zero_stage)
+        is_flat = options.zero_stage > 0  # ZeRO steps flat fp32 ranges
+        layout = ParameterLayout.of_engine(program, self.module, torch.float32 if is_flat else None, is_flat=is_flat)
         if options.optimizer is not None or "optimizer" not in self._config:
             return make_on_all_ranks(options, layout, self.module, self._fit)
         factory = factory_of(self._config, any(is_sharded(each) for each in self.module.parameters()))
@@ -171,33 +165,21 @@ class DeepSpeedEngine(ExternalEngine):
     def device(self) -> torch.device:
         return torch.device(self.model.device)
 
-    def _prepare_save(
-        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
-    ) -> Callable[[Ranks], None]:
-        return save_load.prepare_save(self, path, position, ranks, copies)
-
-    def _load(self, path: str | PathLike[str]) -> Position:
-        found = save_load.prepare_load(self, path)
-        with self._load_context():
-            save_load.load(self, found)
-        self.averages.put(found.averages)
-        return found.beside.position
-
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of parameters, in fp32 if DeepSpeed's optimizer keeps them so, and of buffers. Collective.
 
         Keys are the first original name of each tensor.
         """
         self._check_weights()
-        return master_weights.pieces(self.model, self.module, self.program, self.options.zero_stage)
+        return weight_pieces(self.model, self.module, self.program, self.options.zero_stage)
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's ranges of the tensors that DeepSpeed's optimizer steps, and over the buffers."""
-        return master_weights.values(self.model, self.module, self.program)
+        return self._shares().master_values()
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that DeepSpeed's optimizer steps to the model. Collective."""
-        with Shares(self.model, self.module, self.program).write_context():
+        with self._shares().write_context():
             pass
 
     def averaging_problem(self) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from os import PathLike
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,31 +12,33 @@ from torch import nn
 
 from slapo_core import BuildError, Program, shard_spec
 from slapo_training.batch_engine import MicroBatches
-from slapo_training.checkpoint import Buffers
-from slapo_training.distributed import Ranks, all_reduce
+from slapo_training.distributed import all_reduce
 from slapo_training.ema import MasterValue, master_values
-from slapo_training.engines import Position, microbatch_plans, release_others, without_warnings
-from slapo_training.external_engine import ExternalEngine
+from slapo_training.engines import microbatch_plans, release_others, without_warnings
 from slapo_training.losses import LossReduction
 from slapo_training.model import Piece, piece_of
 from slapo_training.optimizers import make_on_all_ranks
 from slapo_training.stage_forward import enumerate_micro_batches
 
-from .checkpoint import save_load
-from .checkpoint.file_writer import MegatronFiles
+from .checkpoint.save_load import MegatronCheckpoints
 from .configuration.limits import ANOTHER_OPTIMIZER, is_shared_out
 from .configuration.options import MegatronOptions
 from .optimizer.local_tensors import LocalTensors
-from .optimizer.optimizer_state import OptimizerState
-from .optimizer.optimizer_wrappers import bind_masters, initialize_state, megatron_optimizer, optimizer_config, whole_layout
-from .optimizer.reduced_gradients import ReducedGradients
+from .optimizer.optimizer_wrappers import (
+    ReducedGradients,
+    bind_masters,
+    initialize_state,
+    megatron_optimizer,
+    optimizer_config,
+    whole_layout,
+)
 from .pipeline import Borders, RunningStage, borders, ties_of
 from .process_state import _megatron_private as private
 from .process_state.cpu_mode import mode_of
 from .process_state.process_groups import ParallelState, config_of, device_of
 
 
-class MegatronEngine(ExternalEngine):
+class MegatronEngine(MegatronCheckpoints):
     """Engine that trains or evaluates a model on Megatron-Core.
 
     Every method is collective over the mesh. An error inside a step closes the engine, because other ranks may wait.
@@ -52,10 +53,7 @@ class MegatronEngine(ExternalEngine):
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:
         super().__init__(program, options)
-        self.options = options
         self._device_type = device_of(program)
-        self.has_stepped = False
-        self.files = MegatronFiles()
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
@@ -72,12 +70,9 @@ class MegatronEngine(ExternalEngine):
         """Convert a float32 tensor to the type of the weights; return any other tensor as it is."""
         return tensor.to(self.options.dtype) if tensor.dtype is torch.float32 else tensor
 
-    def _mode(self) -> AbstractContextManager[None]:
-        return mode_of(self._device_type)
-
     @contextmanager
     def _call_context(self) -> Iterator[None]:
-        with self._mode(), without_warnings():
+        with mode_of(self._device_type), without_warnings():
             yield
 
     def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
@@ -163,14 +158,6 @@ class MegatronEngine(ExternalEngine):
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
-    def _prepare_save(
-        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
-    ) -> Callable[[Ranks], None]:
-        return save_load.prepare_save(self, path, position, ranks, copies)
-
-    def _load(self, path: str | PathLike[str]) -> Position:
-        return save_load.load(self, path, self._load_context)
-
     def pieces(self) -> dict[str, Piece]:
         """Return this rank's pieces of the parameters, in fp32 if they are trained, and of persistent buffers. Collective.
 
@@ -178,14 +165,16 @@ class MegatronEngine(ExternalEngine):
         """
         self._check_weights()
         held = LocalTensors(self.program)
-        masters = {} if self.optimizer is None else OptimizerState(self, held).masters()
+        kept = self.optimizer_state(held)
+        masters = {} if kept is None else kept.masters()
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def masters(self) -> Iterator[MasterValue]:
         """Iterate over this rank's parts of the tensors that Megatron's optimizer steps, and over the buffers."""
         held = LocalTensors(self.program)
+        kept = self.optimizer_state(held)
         places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
-        return master_values(OptimizerState(self, held).main_params(), held.buffers(), places)
+        return master_values(() if kept is None else kept.main_params(), held.buffers(), places)
 
     def use_masters(self) -> None:
         """Copy the values of the tensors that Megatron's optimizer steps to the model. Collective."""
@@ -219,7 +208,7 @@ class MegatronEngine(ExternalEngine):
             chunk.train()
             chunk.zero_grad_buffer()
         self._modes.restore_frozen()
-        with self._mode():
+        with mode_of(self._device_type):
             with without_warnings():
                 self.optimizer.zero_grad()
             with self._unused.watch_backwards(), self._gradients.compare_backwards():
@@ -237,7 +226,7 @@ class MegatronEngine(ExternalEngine):
         for chunk in self.model:
             chunk.train(training)
         self._modes.restore_frozen()
-        with self._mode():
+        with mode_of(self._device_type):
             loss = self._run_schedule(batch, training=False)
         return loss, self._stages[-1].counted
 
@@ -298,9 +287,5 @@ def _parameters_by_name(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     # Packed outside of any module: sharded values cross as shards, which no module's forward may mix.
-    return model.module.output_tensor(model(*next(iterator))), _loss
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss, which Megatron divides in place, and a copy to keep."""
-    return output, output.detach().clone()
+    # Megatron divides the loss in place; the copy is to keep.
+    return model.module.output_tensor(model(*next(iterator))), lambda loss: (loss, loss.detach().clone())

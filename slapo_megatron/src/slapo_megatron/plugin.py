@@ -12,4 +12,4 @@ def slapo_dialects() -> dict[str, str]:
 
 @hookimpl(optionalhook=True)
 def slapo_layer_backends() -> dict[str, str]:
-    return {"megatron": "slapo_megatron.layers.layer_backend:engine_layer"}
+    return {"megatron": "slapo_megatron.layer_backend:engine_layer"}

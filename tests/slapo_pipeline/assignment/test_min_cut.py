@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from slapo_core import build_program
 from slapo_pipeline.assignment.min_cut import MinimumCrossing
-from slapo_pipeline.partition import Traffic, boundary_bytes
+from slapo_pipeline.describe import Traffic, boundary_bytes
 from slapo_tracing.nodes import wrap_forward
 
 from ..families import small

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program, Schedule, ScheduleError, TraceError, build_program, get_logger, load_schedule
-from slapo_pipeline.balance.stage_table import StageTable
+from slapo_pipeline.balance.cut_search import StageTable
 from slapo_pipeline.tracing.cuts import cuts_of_steps
 from slapo_tracing.nodes import wrap_forward
 

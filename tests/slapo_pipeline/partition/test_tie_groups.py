@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core import TieGroup
 from slapo_pipeline.partition import analyze_tie_weights
-from slapo_pipeline.partition.tied_parameters import tie_groups
+from slapo_pipeline.partition.stage_module import tie_groups
 
 
 def _tied() -> nn.ModuleDict:

@@ -215,8 +215,7 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
     for name, value in boundaries.items():
         by = passed.get(name, []), used.get(name, [])
         made_by = min((*by[0], *by[1])) - 1
-        shape, dtype, requires_grad = value.shape, value.dtype, value.requires_grad
-        found.append(LiveValue(name, shape, dtype, requires_grad, made_by, tuple(by[0]), tuple(by[1])))
+        found.append(LiveValue(name, value.shape, value.dtype, value.requires_grad, made_by, *map(tuple, by)))
     return tuple(found)
 
 

@@ -12,10 +12,8 @@ from slapo_core import Primitive, Schedule, ScheduleError
 from slapo_tracing.tracers import synthetic_inputs
 
 from .cut_pipeline_stage import refuse_inside_opaque
-from .tracing.batch_arguments import named_batch, unshared_tensors
-from .tracing.cuts import CUT_AT_MARKS
-from .tracing.flat_trace import trace_flat
-from .tracing.pipe_split import record_marks
+from .tracing.cuts import CUT_AT_MARKS, record_marks
+from .tracing.flat_trace import named_batch, trace_flat, unshared_tensors
 from .tracing.root_hooks import is_indivisible, without_root_hooks
 
 

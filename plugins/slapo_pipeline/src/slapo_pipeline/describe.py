@@ -1,10 +1,12 @@
-"""A partition as text: the modules, parameters and transfers of each stage, and its code."""
+"""A partition as text: the modules, parameters and code of each stage, and the bytes that cross each boundary."""
 
 from __future__ import annotations
 
+import math
 import operator
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +17,6 @@ from slapo_core import Boundary, BuildError, Program, Schedule
 from slapo_tracing.nodes import function_name
 
 from .analysis import analyze_pipeline_module, program_of
-from .partition.boundary_traffic import BoundaryValues, boundary_bytes, value_bytes
-
-__all__ = ["describe", "stage_code"]
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 
@@ -37,19 +36,22 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
     """
     program = program_of(partitioned, "describe", "a Program or a schedule")
     found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
-    whole = f"{type(program.module).__name__}: {_with_count(len(program.stages), 'stage')}, {_parameters([program.module])}"
+    whole = f"{type(program.module).__name__}: {_with_count(len(program.stages), 'stage')}, {_parameters(program.module)}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
     blocks = [whole]
     for stage in program.stages:
         last = stage is program.stages[-1]
-        sent = ", ".join(found.results[stage.index]) if last else _values(program.stages[stage.index + 1].inputs)
+        sent, both_ways = ", ".join(found.results[stage.index]), ""
+        if not last:
+            crossed, sent = traffic.boundaries[stage.index], _values(program.stages[stage.index + 1].inputs)
+            both_ways = f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
         rows = {
             "runs": ", ".join(_join_consecutive(stage.paths)) or nothing,
-            "holds": _parameters([stage.module]),
+            "holds": _parameters(stage.module),
             "receives": _values(stage.inputs),
             "from the batch": ", ".join(stage.batch_inputs),
             "returns" if last else "sends": sent,
-            "per micro-batch": "" if last else _both_ways(traffic.boundaries[stage.index]),
+            "per micro-batch": both_ways,
             "shares": ", ".join(" = ".join(tie.names) for tie in program.ties if stage.index in tie.stages),
         }
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
@@ -99,16 +101,12 @@ def _join_consecutive(paths: Iterable[str]) -> list[str]:
     return [f"{prefix}{'.' if prefix else ''}{names[0]}{f'-{names[-1]}' if names[1:] else ''}" for prefix, names in runs]
 
 
-def _parameters(modules: Sequence[nn.Module]) -> str:
-    found = {id(tensor): tensor for module in modules for tensor in module.parameters()}.values()
+def _parameters(module: nn.Module) -> str:
+    found = [*module.parameters()]
     frozen = sum(tensor.numel() for tensor in found if not tensor.requires_grad)
     count = sum(tensor.numel() for tensor in found)
     size = f"{_with_count(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
     return f"{size}, {frozen:,} frozen" if frozen else size
-
-
-def _both_ways(crossed: BoundaryValues) -> str:
-    return f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
 
 
 def _values(values: Iterable[Boundary]) -> str:
@@ -170,3 +168,58 @@ def _text(value: Any) -> str:
 def _attribute(path: str) -> str:
     """Return a path as a Python expression: ``h.0.attn`` becomes ``self.h[0].attn``."""
     return "self" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in path.split("."))
+
+
+@dataclass(frozen=True)
+class BoundaryValues:
+    """The values that cross one boundary with every micro-batch.
+
+    Args:
+        values: Sent by one stage to the next, in order.
+    """
+
+    values: tuple[Boundary, ...]
+
+    @property
+    def forward(self) -> int:
+        """Bytes of the values."""
+        return sum(map(value_bytes, self.values))
+
+    @property
+    def backward(self) -> int:
+        """Bytes of their gradients."""
+        return sum(value_bytes(value) for value in self.values if value.requires_grad)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The values that cross the boundaries of a program; ``str`` gives a table.
+
+    Args:
+        boundaries: In order; the first lies between stages 0 and 1.
+    """
+
+    boundaries: tuple[BoundaryValues, ...]
+
+    def __str__(self) -> str:
+        rows = [("stages", "forward", "backward", "values")]
+        for index, crossed in enumerate(self.boundaries):
+            values = ", ".join(f"{value.name}{list(value.shape)}" for value in crossed.values)
+            rows.append((f"{index} -> {index + 1}", f"{crossed.forward:,} B", f"{crossed.backward:,} B", values))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {backward:>{widths[2]}}  {values}"
+            for name, forward, backward, values in rows
+        )
+
+
+def boundary_bytes(program: Program) -> Traffic:
+    """Return the bytes that one micro-batch of the program's input shapes sends over each boundary, forward and backward."""
+    return Traffic(tuple(BoundaryValues(stage.inputs) for stage in program.stages[1:]))
+
+
+def value_bytes(value: Boundary) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+__all__ = ["Traffic", "boundary_bytes", "describe", "stage_code"]

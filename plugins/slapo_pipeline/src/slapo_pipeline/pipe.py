@@ -16,8 +16,7 @@ from .analysis import result_keys
 from .cut_at_marks import marks_of_model
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner, check_cuts
-from .torch_pipe.split_points import annotated_points, split_points
-from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy
+from .torch_pipe.split_policy import PolicyPartitioner, SplitPolicy, annotated_points, split_points
 from .torch_pipe.stage_runtime import meta_like
 from .torch_pipe.transmitted_parameters import transmit_parameters
 from .tracing.cuts import Cut

@@ -12,15 +12,13 @@ from torch import nn
 from slapo_core import Primitive, Schedule, ScheduleError, get_logger, paths
 from slapo_tracing.tracers import Leaves, named_leaves
 
-from .balance.cut_search import given_cuts, search_cuts
-from .balance.stage_table import StageTable
+from .balance.cut_search import StageTable, given_cuts, search_cuts
 from .balance.unit_costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive
 from .partition.partitioner import CACHED_TRACE, pipeline_ranks
-from .tracing.batch_arguments import named_batch, unshared_tensors
 from .tracing.cuts import cuts_of_steps
+from .tracing.flat_trace import CachedTrace, named_batch, unshared_tensors
 from .tracing.root_hooks import is_indivisible, without_root_hooks
-from .tracing.trace_cache import CachedTrace
 
 NAME = "pipeline"
 

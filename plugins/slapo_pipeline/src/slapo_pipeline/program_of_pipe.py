@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from slapo_core import (
     Boundary,
@@ -26,14 +27,13 @@ from slapo_core import (
 )
 from slapo_tracing.nodes import difference, fingerprint
 
-from .partition.module_tree import assign_modules, prune_tree
 from .partition.partitioner import pipeline_ranks
-from .partition.tied_parameters import tie_groups
+from .partition.stage_module import assign_modules, prune_tree, tie_groups
 from .pipe import Pipe
 from .torch_pipe.transmitted_parameters import TransmittingStage
-from .tracing._torch_private import Name, StageCalls, flatten, stage_calls, unflatten
-from .tracing.batch_arguments import named_batch, unshared_tensors
+from .tracing._torch_private import Name, StageCalls, stage_calls
 from .tracing.cuts import cuts_of_steps
+from .tracing.flat_trace import named_batch, unshared_tensors
 
 __all__ = ["program_of_pipe"]
 
@@ -160,7 +160,7 @@ class TorchPipeStage(nn.Module):
         if not self._is_last:
             return tuple(known[name] for name in self.sent)
         leaves = _with_values(self._result, known)
-        return unflatten(leaves, self.spec) if self.spec is not None else tuple(leaves)
+        return pytree.tree_unflatten(leaves, self.spec) if self.spec is not None else tuple(leaves)
 
 
 def _with_values(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
@@ -233,7 +233,7 @@ def _run(root: nn.Module, modules: Sequence[TorchPipeStage], inputs: Mapping[str
     with _restored_state(root), torch.enable_grad():
         state = torch.random.get_rng_state()
         args, kwargs = call_arguments(root, inputs)
-        leaves, spec = flatten(root(*args, **kwargs))
+        leaves, spec = pytree.tree_flatten(root(*args, **kwargs))
     with _restored_state(root), torch.enable_grad():
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []

@@ -25,8 +25,8 @@ from slapo_tracing.recording import Sandbox
 
 from .partition.partitioned_module import PartitionedModule
 from .partition.partitioner import Partitioner
-from .tracing.batch_arguments import named_batch
 from .tracing.cuts import Cut, cut_where, cuts_of_steps
+from .tracing.flat_trace import named_batch
 
 __all__ = ["add_partition_notation", "build_pipeline_model", "generate_pipeline_partition", "propagate_partition"]
 
@@ -197,10 +197,9 @@ def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
         raise ScheduleError(
             f"{sch.path!r} is not called when the model runs on the example inputs; give another module", path=sch.path
         )
-    args, kwargs = tree_map_only(torch.Tensor, _zeros_like, found[0])
+
+    def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, zeros_like, found[0])
     return named_inputs(module, args, kwargs)
-
-
-def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return empty.requires_grad_(tensor.requires_grad)

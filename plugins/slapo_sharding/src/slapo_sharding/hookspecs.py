@@ -50,5 +50,5 @@ def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[
     Example:
         >>> @hookimpl
         ... def slapo_layer_backends():
-        ...     return {"megatron": "slapo_megatron.layers.layer_backend:engine_layer"}
+        ...     return {"megatron": "slapo_megatron.layer_backend:engine_layer"}
     """

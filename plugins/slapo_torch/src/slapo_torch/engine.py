@@ -41,11 +41,9 @@ from .gradients.ddp import DDPReplicas, check_dense
 from .gradients.reduction import average_gradients
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
-from .step.engine_step import EngineStep, Runner
-from .step.first_step import TorchFirstStep
+from .step.engine_step import EngineStep, Runner, TorchFirstStep
 from .step.gradient_accumulation import StepResult, run_microbatches
-from .step.local_parameters import LocalParameters, device_of
-from .step.merged_stages import merge_stages
+from .step.local_parameters import LocalParameters, device_of, merge_stages
 from .step.microbatch_weights import LabelCount, MicroBatchWeight, reduction_sums, total_labels
 from .step.stage_call import StageCall, autocast_context
 from .step.tensor_parallel_failures import TensorParallelPeers

@@ -20,14 +20,12 @@ from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 
-from .gradients.aliasing import GradientUnaliasing, MemoryExtent, memory_extents
 from .gradients.ddp import DDPReplicas
 from .options import Options
-from .pipelining._torch_pipelining import has_split_backward, make_runtime
+from .pipelining._torch_pipelining import VaryingStage, has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
 from .pipelining.split_backward import can_split, note_tensor_hooks
-from .pipelining.varying_stage import VaryingStage
-from .step.gradient_accumulation import StepResult
+from .step.gradient_accumulation import GradientUnaliasing, MemoryExtent, StepResult, memory_extents
 from .step.microbatch_weights import MicroBatchWeight
 from .step.stage_call import StageCall
 
@@ -40,12 +38,7 @@ class RunningStage(VaryingStage):
     """
 
     def __init__(
-        self,
-        calls: Sequence[StageCall],
-        program: Program,
-        index: int,
-        result: StepResult,
-        replicas: DDPReplicas | None = None,
+        self, calls: Sequence[StageCall], program: Program, index: int, result: StepResult, replicas: DDPReplicas | None = None
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)

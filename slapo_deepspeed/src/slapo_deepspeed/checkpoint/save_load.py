@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,18 +17,16 @@ from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks, run_on_all_ranks
 from slapo_training.ema import Averages
 from slapo_training.engines import EngineExtras, Position, checkpoint_files
+from slapo_training.external_engine import ExternalEngine
 from slapo_training.model import buffers, make_dense, parameters
 from slapo_training.optimizers import whole_tensor_checkpoint
 
+from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
-from .file_writer import Files
 from .resharding import ReshardedState
-from .tensor_index import TensorIndex, name_of
+from .tensor_index import Files, TensorIndex, name_of
 from .tensor_reader import SAME_LAYOUT, CheckpointReader
-
-if TYPE_CHECKING:
-    from ..engine import DeepSpeedEngine
 
 
 @dataclass
@@ -46,165 +44,176 @@ class Checkpoint:
     averages: Averages = field(default_factory=list)
 
 
-def prepare_save(
-    engine: DeepSpeedEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
-) -> Callable[[Ranks], None]:
-    """Return a function that writes DeepSpeed's checkpoint and the files beside it. Collective.
+class DeepSpeedCheckpoints(ExternalEngine):
+    """Part of DeepSpeed's engine that saves and loads checkpoints.
 
-    The function takes the ranks to synchronize with. With ``copies``, buffers for this rank's tensors, it writes the values
-    of this moment; without, DeepSpeed writes its files at once.
-
-    Raises:
-        BuildError: on every rank: the checkpoint cannot be written.
-    """
-    model, module, program = engine.model, engine.module, engine.program
-    if model.optimizer is not None and inner_optimizer(model) is None:
-        raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
-    about = {**_layout(engine), "parameters": _parameters(program), **_steps(model, program)}
-    places: list[TensorIndex] = []
-    ranks.run_on_all(lambda: places.append(TensorIndex(model, module, program)))
-
-    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
-        files, beside = Files(folder, places[0], copies), dict[str, bytes]()
-
-        def gather() -> None:
-            files.take(model)
-            beside.update(places[0].files(ranks.index))
-            if (states := whole_tensor_checkpoint.pack_state(inner_optimizer(model), parameters(module))) is not None:
-                beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
-
-        def put() -> None:
-            files.write()
-            for name, content in beside.items():
-                (folder / name).write_bytes(content)
-
-        def write(meeting: Ranks) -> None:
-            meeting.run_on_all(put)
-
-        ranks.run_on_all(gather)
-        return write
-
-    given = path, engine.options.target, program, about, position, collect, ranks, buffers(module)
-    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
-
-
-def prepare_load(engine: DeepSpeedEngine, path: str | PathLike[str]) -> Checkpoint:
-    """Check that a checkpoint can be loaded, and read it if it is of another layout. Collective; the engine is unchanged.
-
-    Raises:
-        BuildError: on every rank: there is no checkpoint, or it is damaged, of another model, or of a layout that this engine
-            cannot load.
-    """
-    model, program, held = engine.model, engine.program, buffers(engine.module)
-    ranks = Ranks.of(program)
-    complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
-    for buffer in held.values():
-        make_dense(buffer)
-    saved, own = complete.about, _steps(model, program)
-
-    def check() -> None:
-        if saved["parameters"] != _parameters(program):
-            raise BuildError(
-                f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
-            )
-        _check_steps(saved, own)
-        whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
-
-    ranks.run_on_all(check)
-    with checkpoint_folder.read_context(complete):
-        checkpoint_folder.verify(complete, ranks)
-        found = Checkpoint(complete.data, checkpoint_files.read_extras(complete, program, held))
-        found.averages = engine.averages.read(complete, ranks)
-        if not _is_same(complete, engine):
-            found.taken = _read_resharded(complete, engine)
-        if saved["whole"] and inner_optimizer(model) is not None:
-            number = saved["pp"] * saved["dp"] * saved["tp"]
-            ranks.run_on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
-    return found
-
-
-def _is_same(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> bool:
-    """Return True if DeepSpeed can read the files itself: each rank holds the same elements in the same order. Collective."""
-    own, saved, program = _layout(engine), complete.about, engine.program
-    zero = own["zero"]
-    if any(saved[key] != own[key] for key in own if key != "dp" or zero):
-        return False
-    replica = program.axis_rank("dp") if zero else 0
-    place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
-
-    def look() -> bool:
-        about = torch.load(complete.data / name_of(place), weights_only=True)
-        return bool(about["why_not"] or unsupported_reason(engine.model, engine.module)) or _shares(engine).has_layout(about)
-
-    return all(Ranks.of(program).run_on_all(look))
-
-
-def _read_resharded(complete: checkpoint_folder.Checkpoint, engine: DeepSpeedEngine) -> ReshardedState:
-    """Read this rank's data from a checkpoint of another layout. Collective."""
-    saved, shares = complete.about, list[Shares]()
-
-    def check() -> None:
-        if reason := unsupported_reason(engine.model, engine.module):
-            raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
-        shares.append(_shares(engine))
-
-    def read() -> None:
-        try:
-            parts = CheckpointReader(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
-            taken.read(parts)
-        except BuildError:
-            raise
-        except Exception as err:  # torch raises many types for broken files
-            raise BuildError(
-                f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
-            ) from err
-
-    run_on_all_ranks(check, engine.program)
-    taken = ReshardedState(engine.model, shares[0], engine.program)
-    run_on_all_ranks(read, engine.program)
-    return taken
-
-
-def _shares(engine: DeepSpeedEngine) -> Shares:
-    return Shares(engine.model, engine.module, engine.program)
-
-
-def load(engine: DeepSpeedEngine, found: Checkpoint) -> None:
-    """Load a checkpoint that ``prepare_load`` returned. Collective.
-
-    Raises:
-        BuildError: on every rank: reading failed; the weights may have changed.
+    Attributes:
+        model: DeepSpeed's engine.
     """
 
-    model, module = engine.model, engine.module
+    options: DeepSpeedOptions
+    model: Any
 
-    def read() -> None:
-        try:
-            if found.taken is not None:
-                found.taken.put()
-            elif model.load_checkpoint(str(found.folder))[0] is None:
-                raise FileNotFoundError("DeepSpeed finds no checkpoint")
-            if found.states:
-                whole_tensor_checkpoint.put(inner_optimizer(model), parameters(module), found.states)
-            reset_clipping(model)
-        except Exception as err:
-            raise BuildError(
-                f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
-                "changed, load another checkpoint before it trains"
-            ) from err
+    def _shares(self) -> Shares:
+        return Shares(self.model, self.module, self.program)
 
-    run_on_all_ranks(read, engine.program)
-    found.beside.put(buffers(module))
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        """Return a function that writes DeepSpeed's checkpoint and the files beside it. Collective.
+
+        The function takes the ranks to synchronize with. With ``copies``, buffers for this rank's tensors, it writes the values
+        of this moment; without, DeepSpeed writes its files at once.
+
+        Raises:
+            BuildError: on every rank: the checkpoint cannot be written.
+        """
+        model, module, program = self.model, self.module, self.program
+        if model.optimizer is not None and inner_optimizer(model) is None:
+            raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
+        about = {**self._layout(), "parameters": _parameters(program), **_steps(model, program)}
+        places: list[TensorIndex] = []
+        ranks.run_on_all(lambda: places.append(TensorIndex(model, module, program)))
+
+        def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
+            files, beside = Files(folder, places[0], copies), dict[str, bytes]()
+
+            def gather() -> None:
+                files.take(model)
+                beside.update(places[0].files(ranks.index))
+                if (states := whole_tensor_checkpoint.pack_state(inner_optimizer(model), parameters(module))) is not None:
+                    beside[whole_tensor_checkpoint.file_of(ranks.index)] = states
+
+            def put() -> None:
+                files.write()
+                for name, content in beside.items():
+                    (folder / name).write_bytes(content)
+
+            def write(meeting: Ranks) -> None:
+                meeting.run_on_all(put)
+
+            ranks.run_on_all(gather)
+            return write
+
+        given = path, self.options.target, program, about, position, collect, ranks, buffers(module)
+        return checkpoint_files.prepare_save(*given, self.averages, copies is not None)
+
+    def _load(self, path: str | PathLike[str]) -> Position:
+        """Load a checkpoint; return the position of training. Collective.
+
+        Raises:
+            BuildError: on every rank: ``_prepare_load`` refuses the checkpoint, or reading failed and the weights may have
+                changed.
+        """
+        found = self._prepare_load(path)
+        model, module = self.model, self.module
+
+        def read() -> None:
+            try:
+                if found.taken is not None:
+                    found.taken.put()
+                elif model.load_checkpoint(str(found.folder))[0] is None:
+                    raise FileNotFoundError("DeepSpeed finds no checkpoint")
+                if found.states:
+                    whole_tensor_checkpoint.put(inner_optimizer(model), parameters(module), found.states)
+                reset_clipping(model)
+            except Exception as err:
+                raise BuildError(
+                    f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
+                    "changed, load another checkpoint before it trains"
+                ) from err
+
+        with self._load_context():
+            run_on_all_ranks(read, self.program)
+            found.beside.put(buffers(module))
+        self.averages.put(found.averages)
+        return found.beside.position
+
+    def _prepare_load(self, path: str | PathLike[str]) -> Checkpoint:
+        """Check that a checkpoint can be loaded, and read it if it is of another layout. Collective; the engine is unchanged.
+
+        Raises:
+            BuildError: on every rank: there is no checkpoint, or it is damaged, of another model, or of a layout that this
+                engine cannot load.
+        """
+        model, program, held = self.model, self.program, buffers(self.module)
+        ranks = Ranks.of(program)
+        complete = checkpoint_folder.open_checkpoint(path, self.options.target, ranks)
+        for buffer in held.values():
+            make_dense(buffer)
+        saved, own = complete.about, _steps(model, program)
+
+        def check() -> None:
+            if saved["parameters"] != _parameters(program):
+                raise BuildError(
+                    f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
+                )
+            _check_steps(saved, own)
+            whole_tensor_checkpoint.check_kind(saved["whole"], inner_optimizer(model))
+
+        ranks.run_on_all(check)
+        with checkpoint_folder.read_context(complete):
+            checkpoint_folder.verify(complete, ranks)
+            found = Checkpoint(complete.data, checkpoint_files.read_extras(complete, program, held))
+            found.averages = self.averages.read(complete, ranks)
+            if not self._has_layout_of(complete):
+                found.taken = self._read_resharded(complete)
+            if saved["whole"] and inner_optimizer(model) is not None:
+                number = saved["pp"] * saved["dp"] * saved["tp"]
+                ranks.run_on_all(lambda: found.states.extend(whole_tensor_checkpoint.read(complete.data, number)))
+        return found
+
+    def _layout(self) -> dict[str, int]:
+        return {**checkpoint_files.layout_of(self.program), "zero": self.options.zero_stage}
+
+    def _has_layout_of(self, complete: checkpoint_folder.Checkpoint) -> bool:
+        """Return True if each rank holds the same elements in the same order, so that DeepSpeed reads them. Collective."""
+        own, saved, program = self._layout(), complete.about, self.program
+        zero = own["zero"]
+        if any(saved[key] != own[key] for key in own if key != "dp" or zero):
+            return False
+        replica = program.axis_rank("dp") if zero else 0
+        place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
+
+        def look() -> bool:
+            about = torch.load(complete.data / name_of(place), weights_only=True)
+            return bool(about["why_not"] or unsupported_reason(self.model, self.module)) or self._shares().has_layout(about)
+
+        return all(Ranks.of(program).run_on_all(look))
+
+    def _read_resharded(self, complete: checkpoint_folder.Checkpoint) -> ReshardedState:
+        """Read this rank's data from a checkpoint of another layout. Collective."""
+        saved, shares = complete.about, list[Shares]()
+
+        def check() -> None:
+            if reason := unsupported_reason(self.model, self.module):
+                raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
+            shares.append(self._shares())
+
+        def read() -> None:
+            try:
+                parts = CheckpointReader(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
+                taken.read(parts)
+            except BuildError:
+                raise
+            except Exception as err:  # torch raises many types for broken files
+                raise BuildError(
+                    f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another "
+                    "one"
+                ) from err
+
+        run_on_all_ranks(check, self.program)
+        taken = ReshardedState(self.model, shares[0], self.program)
+        run_on_all_ranks(read, self.program)
+        return taken
 
 
 def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
     if own["optimizer"] is None:
         return
-    by_stage = list in (
-        type(saved["groups"]),
-        type(own["groups"]),
-    )  # stages with different groups are compared by parameter names
+    # stages with different groups are compared by parameter names
+    by_stage = list in (type(saved["groups"]), type(own["groups"]))
     checkpoint_files.check_same(saved, own, ("optimizer", *(() if by_stage else ("groups",)), "lr_scheduler"))
 
 
@@ -217,10 +226,6 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
         **whole_tensor_checkpoint.facts_of(optimizer, model.lr_scheduler),
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
     }
-
-
-def _layout(engine: DeepSpeedEngine) -> dict[str, int]:
-    return {**checkpoint_files.layout_of(engine.program), "zero": engine.options.zero_stage}
 
 
 def _parameters(program: Program) -> int:

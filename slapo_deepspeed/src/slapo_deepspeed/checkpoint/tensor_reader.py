@@ -139,13 +139,10 @@ class CheckpointReader:
         return next((key for each in self.places for key in each["odd"].get(name, ())), "")
 
 
-def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
-    return [sum(stop - start for start, stop in each) for each in ranges]
-
-
 def _overlapping_rows(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
     """Return the rows of a part that overlap ``wanted``, or None, and the number of the part's elements before them."""
-    source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
+    sizes = [sum(stop - start for start, stop in each) for each in part.ranges]
+    source = Piece(torch.empty(sizes, device="meta"), part.full_shape, part.ranges)
     boxes = [one for one, _ in _common_boxes(source, wanted)]
     if not boxes or not part.ranges:
         return (source if boxes else None), 0

@@ -30,7 +30,8 @@ def check_section(name: str, section: Mapping[str, Any]) -> None:
     """
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(kind, str):
-        raise BuildError(f"the {name} in DeepSpeed's config has {_describe('type', kind)}; give the name of its class")
+        found = "no type" if kind is None else f"type {kind!r}"
+        raise BuildError(f"the {name} in DeepSpeed's config has {found}; give the name of its class")
     if not isinstance(params, Mapping):
         raise BuildError(f"params of the {name} in DeepSpeed's config is {params!r}; it has to be an object")
     for key, value in params.items():
@@ -160,10 +161,6 @@ def _is_class(value: Any, of: type) -> bool:
 
 def _kind(config: Mapping[str, Any]) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
-
-
-def _describe(key: str, value: Any) -> str:
-    return f"no {key}" if value is None else f"{key} {value!r}"
 
 
 def _is_number(key: str, value: str) -> bool:

@@ -93,7 +93,7 @@ class _ReadTracker(dict[str, Any]):
         return super().items()
 
     def keys(self) -> Any:
-        return _Keys(self)
+        return self  # so that a membership test reads the key
 
     def __copy__(self) -> _ReadTracker:
         return self
@@ -102,35 +102,19 @@ class _ReadTracker(dict[str, Any]):
         return self
 
 
-class _Keys:
-    """Key view of ``_ReadTracker``: a membership test reads the key."""
-
-    def __init__(self, of: _ReadTracker) -> None:
-        self._of = of
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-
 def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield pydantic's findings, each with its path in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
         section = [key for key, value in given.items() if isinstance(value, Mapping) and _has_path(value, place)]
         sentence = f"{'.'.join([*section[:1], *place])}: {found['msg']}"
-        near = difflib.get_close_matches(place[-1], _fields(error.title), n=1) if found["type"] == "extra_forbidden" else []
+        fields = [name for model in config_models() if model.__name__ == error.title for name in _names(model)]
+        near = difflib.get_close_matches(place[-1], fields, n=1) if found["type"] == "extra_forbidden" else []
         yield f"{sentence}, did you mean {near[0]!r}?" if near else sentence
 
 
-def _fields(title: str) -> list[str]:
-    """Return the keys of a section of DeepSpeed's config, and of the sections in it."""
-    return [name for model in config_models() if model.__name__ == title for name in _names(model)]
-
-
 def _names(model: Any) -> Iterator[str]:
+    """Yield the keys of a section of DeepSpeed's config, and of the sections in it."""
     for name, field in model.model_fields.items():
         yield name
         for kind in getattr(field.annotation, "__args__", (field.annotation,)):

@@ -13,11 +13,6 @@ def _is_on_cpu(program: Program) -> bool:
     return program.mesh is None or program.mesh.device_type == "cpu"
 
 
-def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
-    stages, ranks = len(program.stages), program.axis_size("pp")
-    return f"{stages} stages with pp={ranks}" if stages != ranks else ""
-
-
 def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
     if options.trains:
         for stage in program.stages:
@@ -29,11 +24,6 @@ def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
 def _partitions(program: Program, options: DeepSpeedOptions) -> str:
     asked = [key for key in ("pipe_partitioned", "grad_partitioned") if options.section("pipeline").get(key)]
     return asked[0] if asked and len(program.stages) > 1 else ""
-
-
-def _needs_the_loss(program: Program, options: DeepSpeedOptions) -> bool:
-    named = options.section("scheduler").get("type") == "ReduceLROnPlateau"
-    return named or bool(NO_PLATEAU.applies(program, options))
 
 
 def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
@@ -60,7 +50,11 @@ LIMITS = (
         "give it the shape (1,)",
         lambda program, _: next((repr(name) for name, each in program.module.named_parameters() if each.dim() == 0), ""),
     ),
-    Limit("several stages on a rank", "make pp as large as there are stages, or use target='torch'", _has_several_stages),
+    Limit(
+        "several stages on a rank",
+        "make pp as large as there are stages, or use target='torch'",
+        lambda of, _: f"{len(of.stages)} stages with pp={of.axis_size('pp')}" if len(of.stages) != of.axis_size("pp") else "",
+    ),
     Limit(
         "stage 2 or 3 of ZeRO with a pipeline",
         "use stage 1, or target='torch' with data_parallel='fsdp'",
@@ -73,7 +67,11 @@ LIMITS = (
         _runs_other_branches,
     ),
     Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
-    NO_PLATEAU._replace(applies=_needs_the_loss),
+    NO_PLATEAU._replace(
+        applies=lambda program, options: (
+            options.section("scheduler").get("type") == "ReduceLROnPlateau" or NO_PLATEAU.applies(program, options)
+        )
+    ),
     Limit(
         "parameters of another type than float32, or with bf16 bfloat16, or with fp16 float16",
         "turn the model into float32, give precision= for its type, or use target='torch'",

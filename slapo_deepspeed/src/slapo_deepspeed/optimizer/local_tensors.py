@@ -1,18 +1,22 @@
-"""Tensors that a rank of DeepSpeed's engine holds: those of its stage, or with ZeRO ranges of flat fp32 tensors."""
+"""Tensors and gradients of one rank of DeepSpeed's engine: those of its stage, or with ZeRO ranges of flat fp32 tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core import Program, shard_spec
+from slapo_training.ema import MasterValue, master_values
+from slapo_training.gradient_hooks import GradientAccess
 from slapo_training.model import Piece, buffers, parameters, piece_of
 
 from ..process_state import _deepspeed_private as private
+from ..process_state._deepspeed_private import bf16_gradient, has_fp32_weight, loss_scale
 
 
 class Share(NamedTuple):
@@ -54,10 +58,12 @@ class Shares:
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self.optimizer = private.inner_optimizer(model)
         self._outer: Any = model.optimizer if self.optimizer is not None else None
-        named = {**parameters(module), **buffers(module)}
+        self._buffers = buffers(module)
+        named = {**parameters(module), **self._buffers}
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
-        self.pieces = {name: _place(tensor) for name, tensor in named.items()}
+        shaped = {name: tensor.new_empty(private.full_shape(tensor), device="meta") for name, tensor in named.items()}
+        self.pieces = {name: piece_of(each, shard_spec(named[name])) for name, each in shaped.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._shares_of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
         self.held = [share for share, _ in found if share.value.numel()]
@@ -72,6 +78,11 @@ class Shares:
             value = found.flat.detach().narrow(0, found.at, found.last - found.first)
             stepped = (found.flat, found.at) if found.is_stepped else (None, 0)
             yield Share(name, value, found.first, *stepped), True
+
+    def master_values(self) -> Iterator[MasterValue]:
+        """Iterate over this rank's ranges of the tensors that the optimizer steps, and over the buffers."""
+        stepped = ((share.name, share.value, share.start) for share in self.held if share.stepped is not None)
+        return master_values(stepped, self._buffers, self.pieces)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups: options, and names of parameters, including those that other replicas step."""
@@ -134,5 +145,93 @@ def unsupported_reason(model: Any, module: nn.Module) -> str:
     return ""
 
 
-def _place(tensor: torch.Tensor) -> Piece:
-    return piece_of(torch.empty(private.full_shape(tensor), dtype=tensor.dtype, device="meta"), shard_spec(tensor))
+def weight_pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> dict[str, Piece]:
+    """Return this rank's pieces of the parameters, in fp32 if the optimizer keeps an fp32 copy, and of persistent buffers.
+
+    Collective over the replicas.
+
+    With stage 3 of ZeRO each replica returns some rows of each parameter, since the model may not fit on one replica.
+    """
+    held = {} if zero_stage == 3 else {share.name: share for share in Shares(model, module, program).held}
+    found = {}
+    for name, parameter in parameters(module).items():
+        value = _of_stage_3(parameter) if zero_stage == 3 else _value(parameter, held.get(name), program, zero_stage)
+        rows = _rows(len(value), program) if zero_stage == 3 and value.dim() else None
+        kept = value if rows is None else value[slice(*rows)].clone()
+        found[name] = piece_of(kept, shard_spec(parameter), value.shape, rows)
+    return {**found, **{name: piece_of(buffer, shard_spec(buffer)) for name, buffer in buffers(module).items()}}
+
+
+def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_stage: int) -> torch.Tensor:
+    if zero_stage == 0 or not parameter.requires_grad:
+        return parameter.detach()
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if share is not None:
+        whole.narrow(0, share.start, share.value.numel()).copy_(share.value)
+    if program.axis_size("dp") > 1:
+        assert program.mesh is not None
+        dist.all_reduce(whole, group=program.mesh.get_group("dp"))
+    return whole.view(parameter.shape)
+
+
+def _of_stage_3(parameter: torch.Tensor) -> torch.Tensor:
+    from deepspeed import zero
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if has_fp32_weight(parameter) else None
+    if master is not None:
+        return master.detach()
+    with zero.GatheredParameters([parameter], modifier_rank=None):
+        return parameter.detach().clone()
+
+
+def _rows(rows: int, program: Program) -> tuple[int, int]:
+    """Return this replica's range of ``rows`` rows."""
+    step = -(-rows // program.axis_size("dp"))
+    start = min(program.axis_rank("dp") * step, rows)
+    return start, min(start + step, rows)
+
+
+class ReducedGradients(GradientAccess):
+    """Access to the reduced gradients, which ZeRO shards over the replicas.
+
+    ``deepspeed`` is the module.
+    """
+
+    counts_unused = True
+
+    def __init__(self, model: Any, deepspeed: Any, zero_stage: int) -> None:
+        self._model, self._deepspeed, self._zero_stage = model, deepspeed, zero_stage
+        if zero_stage or model.fp16_enabled() or model.bfloat16_enabled():
+            self.steps_all, self.keeps_weights = True, "target 'deepspeed' keeps elsewhere with ZeRO or half precision"
+
+    @property
+    def _scale(self) -> float:
+        """Loss scale that the gradients still contain."""
+        return loss_scale(self._model)
+
+    def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the full reduced gradient. Collective over the replicas with ZeRO."""
+        from deepspeed.utils import safe_get_full_grad
+
+        found: torch.Tensor | None = safe_get_full_grad(parameter) if parameter.requires_grad else None
+        return found if found is None or self._scale == 1.0 else found / self._scale
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        from deepspeed.utils import safe_set_full_grad
+
+        if gradient is None:
+            parameter.grad = None
+            return
+        scaled = gradient if self._scale == 1.0 else gradient * self._scale
+        if (kept := bf16_gradient(parameter)) is not None:
+            kept.copy_(scaled)
+        else:
+            safe_set_full_grad(parameter, scaled.contiguous())
+
+    def values(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+        """Gather parameters inside that stage 3 of ZeRO shards. Collective over the replicas."""
+        if self._zero_stage < 3:
+            return nullcontext()
+        gathered: AbstractContextManager[object] = self._deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=None)
+        return gathered

@@ -8,22 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from slapo_core import BuildError, Program, shard_spec
 from slapo_training.distributed import all_reduce
 from slapo_training.model import Chunk, boxes, piece_of
-from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
+from slapo_training.optimizers import WholeTensorOptimizer
 from slapo_training.optimizers.introspection import OneStep
 from slapo_training.optimizers.probe import is_step_divisible
 from slapo_training.optimizers.whole_tensors import LocalBox, WholeTensor
 
 from ..process_state._deepspeed_private import FlatRange, flat_ranges, full_shape, inner_optimizer, num_optimizer_steps
-
-
-def layout(program: Program, module: nn.Module, zero_stage: int) -> ParameterLayout:
-    """Return the layout of the parameters that this rank's optimizer steps; with ZeRO these are flat fp32 ranges."""
-    return ParameterLayout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
 
 
 def steps_in_turns(optimizer: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import is_sharded
+from slapo_core import Program, gather_objects, is_sharded
 from slapo_training.engines import Tie
 
 
@@ -35,16 +35,17 @@ def forget_mpu() -> None:
     deepspeed.utils.groups.mpu = None
 
 
-def align_numbers(gather: Callable[[tuple[int, int]], Iterable[tuple[int, int]]]) -> None:
-    """Set stage 3's next numbers of parameters and modules to the largest over all ranks.
+def align_numbering(program: Program) -> None:
+    """Start the numbering of stage 3's parameters and modules from the same numbers on all ranks. Collective over the mesh.
 
-    ``gather`` takes this rank's two next numbers and returns those of all ranks.
+    DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
+    process that has had more engines than another one counts from higher numbers.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    found = gather((Init.param_id, modules[0]))
+    found = gather_objects((Init.param_id, modules[0]), program.mesh)
     Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
 
 

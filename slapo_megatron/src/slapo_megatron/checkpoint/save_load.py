@@ -5,145 +5,182 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slapo_core import BuildError, compare_across_ranks
+from slapo_core import BuildError, Program, compare_across_ranks
 from slapo_training.checkpoint import Buffers, StateLoading
 from slapo_training.checkpoint import folder as checkpoint_folder
 from slapo_training.distributed import Ranks
 from slapo_training.engines import Position, checkpoint_files
+from slapo_training.external_engine import ExternalEngine
 from slapo_training.model import copy_into
 from slapo_training.optimizers import lr_scheduler_class, whole_tensor_checkpoint
 
+from ..configuration.options import MegatronOptions
 from ..optimizer.local_tensors import LocalTensors
 from ..optimizer.optimizer_state import OptimizerState
 from ..process_state._megatron_private import main_param
-
-if TYPE_CHECKING:
-    from ..engine import MegatronEngine
+from .file_writer import MegatronFiles
 
 
-def prepare_save(
-    engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
-) -> Callable[[Ranks], None]:
-    """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
+class MegatronCheckpoints(ExternalEngine):
+    """Part of Megatron's engine that saves and loads checkpoints.
 
-    The function takes the ranks to synchronize with. ``copies`` are as in ``FileWriter``.
+    Attributes:
+        groups: Megatron's ``ProcessGroupCollection``.
+        has_stepped: True if the optimizer has stepped, here or before the loaded checkpoint.
     """
-    program = engine.program
-    held = LocalTensors(program)
-    state: dict[str, Any] = {"model": held.sharded_tensors(held.tensors), "common": _common_state(engine)}
 
-    def check() -> None:
-        _check_extra_state(program.module)
-        if engine.optimizer is not None:
-            OptimizerState(engine, held).check()
+    groups: Any
 
-    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
-        if engine.optimizer is not None:
-            state["optimizer"], _ = OptimizerState(engine, held).sharded_state(engine.has_stepped, is_loading=False)
-        copy_into = engine.files.prepare_write(state, folder, ranks, copies)
-        found: list[bytes | None] = []
-        ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.pack_state(_inner(engine), _master_tensors(held))))
+    def __init__(self, program: Program, options: MegatronOptions) -> None:
+        super().__init__(program, options)
+        self.options = options
+        self.has_stepped = False
+        self._files = MegatronFiles()
 
-        def put(meeting: Ranks) -> None:
-            if (states := found[0]) is not None:
-                (folder / whole_tensor_checkpoint.file_of(meeting.index)).write_bytes(states)
-            copy_into(meeting)
+    @property
+    def _inner(self) -> Any:
+        return None if self.optimizer is None else self.optimizer.optimizer
 
-        return put
+    def optimizer_state(self, held: LocalTensors) -> OptimizerState | None:
+        """Return the optimizer's state by the names of these tensors; None without an optimizer."""
+        return None if self.optimizer is None else OptimizerState(self.optimizer, self.groups.dp, self.options, held)
 
-    compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {_common_state(engine)!r}"], program.mesh)
-    ranks.run_on_all(check)
-    if engine.optimizer is not None:
-        kept = OptimizerState(engine, held)
-        kept.check_uniform()
-        kept.check_numbers()
-    target, about = engine.options.target, _engine_facts(engine, held)
-    given = path, target, program, about, position, collect, ranks, held.buffers()
-    return checkpoint_files.prepare_save(*given, engine.averages, copies is not None)
+    def _prepare_save(
+        self, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Callable[[Ranks], None]:
+        """Return a function that writes Megatron's checkpoint and the files beside it. Collective.
 
+        The function takes the ranks to synchronize with. ``copies`` are as in ``MegatronFiles``.
+        """
+        program, held, common = self.program, LocalTensors(self.program), self._common_state()
+        kept = self.optimizer_state(held)
+        state: dict[str, Any] = {"model": held.sharded_tensors(held.tensors), "common": common}
 
-def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
-    """Load a checkpoint, with changes to the engine inside of ``reading``; return the saved position of training. Collective.
+        def check() -> None:
+            _check_extra_state(program.module)
+            if kept is not None:
+                kept.check()
 
-    Raises:
-        BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.
-    """
-    from megatron.core import dist_checkpointing
+        def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
+            if kept is not None:
+                state["optimizer"] = kept.sharded_state(self.has_stepped, is_loading=False)
+            write = self._files.prepare_write(state, folder, ranks, copies)
+            found: list[bytes | None] = []
+            ranks.run_on_all(lambda: found.append(whole_tensor_checkpoint.pack_state(self._inner, _master_tensors(held))))
 
-    program = engine.program
-    held, found = LocalTensors(program), dict[str, Any]()
-    ranks = Ranks.of(program)
-    complete = checkpoint_folder.open_checkpoint(path, engine.options.target, ranks)
-    has_stepped = complete.about["has_stepped"]
+            def put(meeting: Ranks) -> None:
+                if (states := found[0]) is not None:
+                    (folder / whole_tensor_checkpoint.file_of(meeting.index)).write_bytes(states)
+                write(meeting)
 
-    def read() -> None:
-        fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
-        state: dict[str, Any] = {"model": held.sharded_tensors(fresh)}
-        if engine.optimizer is not None:
-            is_whole = complete.about["whole"]
-            whole_tensor_checkpoint.check_kind(is_whole, _inner(engine))
-            kept = OptimizerState(engine, held)
-            state["optimizer"], found["take"] = kept.sharded_state(has_stepped and not is_whole, is_loading=True)
-            if not is_whole:
-                _check_kept(complete.about, kept)
-            else:
-                found["states"] = whole_tensor_checkpoint.read(complete.data, complete.about["places"])
-        try:
-            found["state"] = dist_checkpointing.load(state, str(complete.data))
-        except (Exception, CheckpointException) as err:  # many types for missing or broken files
-            raise BuildError(
-                f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first_line(err)}; load another"
-            ) from err
+            return put
 
-    def put() -> None:
-        state = found["state"]
-        for key, saved in state["model"].items():
-            copy_into(held.tensors[key], saved)
-        if (inner := _inner(engine)) is not None:
-            if not has_stepped:
-                inner.state.clear()
-            found["take"](state["optimizer"])
-            for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
-                group.update(saved)
-            if "states" in found:
-                whole_tensor_checkpoint.put(inner, _master_tensors(held), found["states"])
-        beside.put(held.buffers())
-        engine.has_stepped = has_stepped
+        compare_across_ranks([f"what Megatron's checkpoint has once for all ranks, {common!r}"], program.mesh)
+        ranks.run_on_all(check)
+        if kept is not None:
+            kept.check_across_ranks()
+        given = path, self.options.target, program, self._facts(held), position, collect, ranks, held.buffers()
+        return checkpoint_files.prepare_save(*given, self.averages, copies is not None)
 
-    def load_scheduler() -> None:
-        if (rate := engine.lr_scheduler) is not None:
-            saved = found["state"]["common"]["rate"]
-            loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+    def _load(self, path: str | PathLike[str]) -> Position:
+        """Load a checkpoint; return the saved position of training. Collective.
 
-    own, loading = _engine_facts(engine, held), StateLoading()
-    ranks.run_on_all(lambda: _check(complete.about, own))
-    with checkpoint_folder.read_context(complete):
-        checkpoint_folder.verify(complete, ranks)
-        beside = checkpoint_files.read_extras(complete, program, held.buffers())
-        averages = engine.averages.read(complete, ranks)
-        inner = _inner(engine)
-        is_new = inner is not None and not inner.state
-        try:
-            ranks.run_on_all(read)  # also initializes the optimizer's state
-            ranks.run_on_all(load_scheduler)
-        except Exception:
-            loading.roll_back()
-            if inner is not None and is_new:
-                inner.state.clear()
-            raise
-    with reading():
-        ranks.run_on_all(put)
-    engine.averages.put(averages)
-    return beside.position
+        Raises:
+            BuildError: on every rank: there is no checkpoint, or it does not fit this engine, which is then unchanged.
+        """
+        from megatron.core import dist_checkpointing
+
+        program, inner, rate = self.program, self._inner, self.lr_scheduler
+        held, found = LocalTensors(program), dict[str, Any]()
+        kept, ranks = self.optimizer_state(held), Ranks.of(program)
+        complete = checkpoint_folder.open_checkpoint(path, self.options.target, ranks)
+        has_stepped = complete.about["has_stepped"]
+
+        def read() -> None:
+            fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
+            state: dict[str, Any] = {"model": held.sharded_tensors(fresh)}
+            if kept is not None:
+                is_whole = complete.about["whole"]
+                whole_tensor_checkpoint.check_kind(is_whole, inner)
+                state["optimizer"] = kept.sharded_state(has_stepped and not is_whole, is_loading=True)
+                if not is_whole:
+                    _check_kept(complete.about, kept)
+                else:
+                    found["states"] = whole_tensor_checkpoint.read(complete.data, complete.about["places"])
+            try:
+                found["state"] = dist_checkpointing.load(state, str(complete.data))
+            except (Exception, CheckpointException) as err:  # many types for missing or broken files
+                raise BuildError(
+                    f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first_line(err)}; load another"
+                ) from err
+
+        def put() -> None:
+            state = found["state"]
+            for key, saved in state["model"].items():
+                copy_into(held.tensors[key], saved)
+            if kept is not None:
+                if not has_stepped:
+                    inner.state.clear()
+                kept.take(state["optimizer"])
+                for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
+                    group.update(saved)
+                if "states" in found:
+                    whole_tensor_checkpoint.put(inner, _master_tensors(held), found["states"])
+            beside.put(held.buffers())
+            self.has_stepped = has_stepped
+
+        def load_scheduler() -> None:
+            if rate is not None:
+                saved = found["state"]["common"]["rate"]
+                loading.load(lr_scheduler_class(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+
+        own, loading = self._facts(held), StateLoading()
+        ranks.run_on_all(lambda: _check(complete.about, own))
+        with checkpoint_folder.read_context(complete):
+            checkpoint_folder.verify(complete, ranks)
+            beside = checkpoint_files.read_extras(complete, program, held.buffers())
+            averages = self.averages.read(complete, ranks)
+            is_new = inner is not None and not inner.state
+            try:
+                ranks.run_on_all(read)  # also initializes the optimizer's state
+                ranks.run_on_all(load_scheduler)
+            except Exception:
+                loading.roll_back()
+                if is_new:
+                    inner.state.clear()
+                raise
+        with self._load_context():
+            ranks.run_on_all(put)
+        self.averages.put(averages)
+        return beside.position
+
+    def _common_state(self) -> dict[str, Any]:
+        """Return the data that only the first rank writes: options of the optimizer's groups, and the schedule's state."""
+        inner, rate = self._inner, self.lr_scheduler
+        groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+        return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
+
+    def _facts(self, held: LocalTensors) -> dict[str, Any]:
+        """Return the description of the engine for the checkpoint, the same on every rank. Collective."""
+        kept = self.optimizer_state(held)
+        return {
+            "precision": self.options.precision,
+            **whole_tensor_checkpoint.facts_of(self._inner, self.lr_scheduler),
+            "places": math.prod(self.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
+            "groups": 0 if kept is None else len(self.optimizer.param_groups),
+            "group_of": {} if kept is None else kept.groups(),
+            "shapes": held.shapes,
+            "has_stepped": self.has_stepped,
+            "kept": [] if kept is None else kept.state_names(),
+        }
 
 
 def _check_extra_state(model: nn.Module) -> None:
@@ -174,32 +211,6 @@ def _first_line(error: BaseException) -> str:
 def _master_tensors(held: LocalTensors) -> dict[str, torch.Tensor]:
     """Return this rank's tensors, with the optimizer's fp32 copy in place of each parameter that has one."""
     return {key: main_param(tensor) for key, tensor in held.tensors.items()}
-
-
-def _inner(engine: MegatronEngine) -> Any:
-    return None if engine.optimizer is None else engine.optimizer.optimizer
-
-
-def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Return the data that only the first rank writes: options of the optimizer's groups, and the schedule's state."""
-    inner, rate = _inner(engine), engine.lr_scheduler
-    groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
-    return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
-
-
-def _engine_facts(engine: MegatronEngine, held: LocalTensors) -> dict[str, Any]:
-    """Return the description of the engine for the checkpoint, the same on every rank. Collective."""
-    optimizer = engine.optimizer
-    return {
-        "precision": engine.options.precision,
-        **whole_tensor_checkpoint.facts_of(_inner(engine), engine.lr_scheduler),
-        "places": math.prod(engine.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
-        "groups": 0 if optimizer is None else len(optimizer.param_groups),
-        "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
-        "shapes": held.shapes,
-        "has_stepped": engine.has_stepped,
-        "kept": [] if optimizer is None else OptimizerState(engine, held).state_names(),
-    }
 
 
 def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ class LocalTensors:
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
         own, places = program.axis_rank("pp"), dict[str, set[int]]()
         self.tensors: dict[str, torch.Tensor] = {}
         self.shapes: dict[str, list[int]] = {}
@@ -46,7 +46,7 @@ class LocalTensors:
         """Return sharded tensors for values that are the same on all ranks holding a part of their key's tensor."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
-        axes = self._program.axis_rank("tp"), self._program.axis_rank("dp")
+        axes = self.program.axis_rank("tp"), self.program.axis_rank("dp")
         return {
             key: ShardedTensor.from_rank_offsets(prefix + key, number, replica_id=(self._copy[key], *axes))
             for key, number in numbers.items()
@@ -74,7 +74,7 @@ class LocalTensors:
 
     def _copies(self, key: str) -> tuple[int, int, int]:
         """Return the number of earlier ranks along each axis that hold the same data."""
-        program = self._program
+        program = self.program
         return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
 
     def _factory(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:

@@ -6,8 +6,8 @@ Adam.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,10 @@ import torch.distributed as dist
 from slapo_core import BuildError, gather_objects
 from slapo_training.optimizers import WholeTensorOptimizer
 
+from ..configuration.options import MegatronOptions
 from ..process_state._megatron_private import main_param, optimizer_range
 from .local_tensors import LocalTensors
 from .optimizer_wrappers import initialize_state
-
-if TYPE_CHECKING:
-    from ..engine import MegatronEngine
 
 MASTER = "fp32"
 """State name of the optimizer's fp32 weights if the model's are bf16."""
@@ -36,14 +34,13 @@ class _Part(NamedTuple):
 
 
 class OptimizerState:
-    """The state of an engine's optimizer by the names of parameters."""
+    """The state of Megatron's optimizer by the names of parameters; ``replicas`` share it if it is distributed."""
 
-    def __init__(self, engine: MegatronEngine, held: LocalTensors) -> None:
-        self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
-        self._outer, self._held, self._groups = engine.optimizer, held, engine.groups
-        self._is_shared_out = engine.options.distributed_optimizer
-        self._has_masters = engine.options.precision == "bf16"
-        self._mesh = engine.program.mesh
+    def __init__(self, outer: Any, replicas: dist.ProcessGroup, options: MegatronOptions, held: LocalTensors) -> None:
+        self._inner: torch.optim.Optimizer = outer.optimizer
+        self._outer, self._held, self._replicas, self._mesh = outer, held, replicas, held.program.mesh
+        self._is_shared_out = options.distributed_optimizer
+        self._has_masters = options.precision == "bf16"
         trained = ((key, tensor) for key, tensor in held.tensors.items() if tensor.requires_grad)
         self._parts = {key: self._part(parameter) for key, parameter in trained}
 
@@ -69,34 +66,29 @@ class OptimizerState:
         whole, single = self._names()
         return sorted([*whole, *single])
 
-    def check_uniform(self) -> None:
-        """Refuse a state that only some parameters have. Collective.
+    def check_across_ranks(self) -> None:
+        """Refuse a state of some parameters only, and a scalar that differs between the ranks with parts of its parameter.
+
+        Collective.
 
         Raises:
             BuildError: the same on every rank.
         """
-        own = {tuple(sorted(self._inner.state[main])) for main in self._inner.state}
-        found = sorted({kinds for each in gather_objects(sorted(own), self._mesh) for kinds in each})
-        if len(found) > 1:
-            odd = sorted(set(found[0]) ^ set(found[1]))[0]
-            raise BuildError(
-                f"{type(self._inner).__name__} keeps {odd!r} for some parameters and not for others, which Megatron does not "
-                "write; give all groups the same options of that kind, or use target='torch'"
-            )
-
-    def check_numbers(self) -> None:
-        """Refuse a scalar state that differs between the ranks that hold parts of its parameter. Collective.
-
-        Raises:
-            BuildError: the same on every rank.
-        """
+        kinds = sorted({tuple(sorted(state)) for state in self._inner.state.values()})
         own: dict[tuple[str, str], str] = {}
         for key, (_, main, _, _) in self._parts.items():
             if main is not None and main.dim():
                 state = self._inner.state.get(main, {})
                 own |= {(key, name): repr(value.item()) for name, value in state.items() if value.dim() == 0}
+        everyone = gather_objects((kinds, own), self._mesh)
+        if len(kinds := sorted({kind for kinds, _ in everyone for kind in kinds})) > 1:
+            odd = sorted(set(kinds[0]) ^ set(kinds[1]))[0]
+            raise BuildError(
+                f"{type(self._inner).__name__} keeps {odd!r} for some parameters and not for others, which Megatron does not "
+                "write; give all groups the same options of that kind, or use target='torch'"
+            )
         found: dict[tuple[str, str], str] = {}
-        for each in gather_objects(own, self._mesh):
+        for _, each in everyone:
             for (key, name), number in each.items():
                 if (other := found.setdefault((key, name), number)) != number:
                     raise BuildError(
@@ -120,8 +112,8 @@ class OptimizerState:
         """Return the optimizer's fp32 weights; empty unless the precision is bf16. Collective over the replicas."""
         return self._whole(MASTER) if self._has_masters else {}
 
-    def sharded_state(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
-        """Return the sharded state that Megatron writes or reads, and a function that takes over a read one. Collective.
+    def sharded_state(self, has_state: bool, is_loading: bool) -> dict[str, Any]:
+        """Return the sharded state that Megatron writes, or reads for ``take``. Collective.
 
         With ``has_state`` there is a state beside the weights; with ``is_loading`` the tensors are new ones to read into.
         """
@@ -139,7 +131,7 @@ class OptimizerState:
             else:
                 state[name] = self._held.sharded_tensors(self._whole(name), prefix)
         state |= {name: self._held.replicated_tensors(self._scalar_tensors(name), f"optimizer.{name}.") for name in single}
-        return state, self._take
+        return state
 
     def _names(self) -> tuple[list[str], list[str]]:
         """Return the names of states of their parameter's shape, and of scalar states. Collective; the same on every rank."""
@@ -169,7 +161,7 @@ class OptimizerState:
             if self._is_shared_out:
                 full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
                 full[start : start + values.numel()] = values
-                dist.all_reduce(full, group=self._groups.dp)
+                dist.all_reduce(full, group=self._replicas)
                 values = full
             whole[key] = values.view(parameter.shape)
         return whole
@@ -179,11 +171,12 @@ class OptimizerState:
         own = [0.0 if part.main is None else float(self._inner.state[part.main][name]) for part in parts]
         numbers = torch.tensor(own, dtype=torch.float64, device=next((part.parameter.device for part in parts), None))
         if self._is_shared_out:  # a replica without a part contributes 0
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.dp)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._replicas)
         return {key: numbers[index : index + 1] for index, key in enumerate(self._parts)}
 
     @torch.no_grad()
-    def _take(self, read: dict[str, Any]) -> None:
+    def take(self, read: dict[str, Any]) -> None:
+        """Copy a state that was read into the optimizer's."""
         for name, each in read.items():
             for key, value in each.items():
                 _, main, start, stop = self._parts[key]

@@ -21,7 +21,6 @@ from slapo_tracing.nodes import function_name
 from .alias_analysis import AliasAnalysis, with_sources
 
 Value = fx.Node
-_Place = tuple[Value, int, str]
 
 _CHEAP = frozenset(
     """

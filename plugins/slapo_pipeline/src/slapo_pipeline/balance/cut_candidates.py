@@ -15,8 +15,7 @@ from ..assignment.block_inlining import DividedGraph, with_inlined_blocks
 from ..assignment.min_cut import node_bytes
 from ..assignment.node_assignment import Assigner
 from ..assignment.state_ownership import StateOwnership
-from ..tracing.flat_trace import cut_positions, is_custom, is_parameterless, trace_flat
-from ..tracing.trace_cache import CachedTrace
+from ..tracing.flat_trace import CachedTrace, cut_positions, is_custom, is_parameterless, trace_flat
 
 
 class Units:

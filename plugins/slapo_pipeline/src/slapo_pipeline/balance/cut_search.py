@@ -1,8 +1,9 @@
-"""Search for the modules that end a given number of stages, so that the largest stage costs least."""
+"""Search for the modules that end a given number of stages, so that the largest stage costs least, and their table."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -12,11 +13,9 @@ from torch import nn
 from slapo_core import ScheduleError, TraceError, get_logger
 
 from ..partition.partitioner import Partitioner
-from ..tracing.flat_trace import inlined_paths
-from ..tracing.trace_cache import CachedTrace
+from ..tracing.flat_trace import CachedTrace, inlined_paths
 from .cut_candidates import Units, blocks, inner_blocks, is_member
 from .optimal_cuts import CutChoice, best_cuts, cuts_by_cost
-from .stage_table import StageRow, StageTable
 from .unit_costs import Costs
 
 _MAX_REFUSALS = 16
@@ -81,22 +80,18 @@ def search_cuts(
     return _table(level.units, level.costs, choice.cuts), level.units.cached_trace()
 
 
+@dataclass
 class _Search:
     """The search for one choice of cuts, at levels that divide the blocks further and further."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        inputs: Mapping[str, Any],
-        stages: int,
-        balance: str,
-        microbatches: int,
-        leaves: Collection[str],
-    ) -> None:
-        self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
-        self.leaves = leaves
-        self.widest: int | None = None
-        """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
+    root: nn.Module
+    inputs: Mapping[str, Any]
+    stages: int
+    balance: str
+    microbatches: int
+    leaves: Collection[str]
+    widest: int | None = None
+    """Largest number of bytes that cross between members of module lists; a cut that more bytes cross is not taken."""
 
     def level(self, whole: Sequence[str]) -> _Level:
         """Return the level at which these blocks are whole."""
@@ -231,3 +226,71 @@ def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
         )
         stages.append(row)
     return StageTable(costs.balance, tuple(stages), tuple(units.paths[cut - 1] for cut in cuts))
+
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, for the example inputs as one micro-batch.
+
+    Args:
+        first: Path of the first module it runs.
+        last: Path of the last.
+        parameters: Number of elements of its parameters; a shared parameter counts in each of its stages.
+        parameter_bytes: Bytes of its parameters.
+        cost: The balanced cost: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
+        received: Bytes it receives from the stage before.
+    """
+
+    first: str
+    last: str
+    parameters: int
+    parameter_bytes: int
+    cost: int
+    received: int
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The stages in order; printed as a table.
+
+    Args:
+        balance: Kind of the costs: ``"parameters"``, ``"flops"`` or ``"memory"``.
+        stages: One row per stage.
+        cuts: Paths of the modules that end all stages but the last.
+    """
+
+    balance: str
+    stages: tuple[StageRow, ...]
+    cuts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cost = {"flops": "forward FLOPs", "memory": "memory"}.get(self.balance)
+        rows = [["stage", "from", "to", "parameters", "their size", *([cost] if cost else []), "receives"]]
+        for index, stage in enumerate(self.stages):
+            words = [
+                str(index),
+                stage.first,
+                stage.last,
+                _with_prefix(stage.parameters),
+                f"{_with_prefix(stage.parameter_bytes)}B",
+            ]
+            words += [_with_prefix(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
+            rows.append([*words, f"{_with_prefix(stage.received)}B"])
+        return "\n".join(_lines(rows))
+
+
+def _with_prefix(amount: int) -> str:
+    """Format a number with three digits and a decimal prefix: ``1.23 M``."""
+    value, prefix = float(amount), 0
+    while value >= 999.5 and prefix + 1 < len(_PREFIXES):
+        value, prefix = value / 1000, prefix + 1
+    return f"{value:.3g} {_PREFIXES[prefix]}"
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ">", "<", "<", *(">" for _ in widths[3:])
+    return ["  ".join(f"{word:{side}{width}}" for word, side, width in zip(row, sides, widths, strict=True)) for row in rows]

@@ -3,12 +3,11 @@ stages are modules on the model's own parameters. `partitioner.py` caches its pr
 other input shapes, modes, attributes or values of the batch. The room imports `assignment` and `tracing`.
 
 Without example inputs, `symbolic_stages.py` divides the graphs of `torch.fx`. Such stages have no shapes; the first
-batch makes a program with shapes. If the forward branches on values, `value_guard.py` decides from the batch alone
+batch makes a program with shapes. If the forward branches on values, `program_validity.py` decides from the batch alone
 whether a program serves it.
 """
 
-from .boundary_traffic import Traffic, boundary_bytes
 from .partitioned_module import PartitionedModule, StageArguments
-from .tied_parameters import analyze_tie_weights
+from .stage_module import analyze_tie_weights
 
-__all__ = ["PartitionedModule", "StageArguments", "Traffic", "analyze_tie_weights", "boundary_bytes"]
+__all__ = ["PartitionedModule", "StageArguments", "analyze_tie_weights"]

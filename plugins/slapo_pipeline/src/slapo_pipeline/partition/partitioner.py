@@ -31,19 +31,14 @@ from slapo_tracing.tracers import synthetic_inputs
 from ..assignment.block_inlining import DividedGraph, divide_graph, with_inlined_blocks
 from ..assignment.node_assignment import Assignment
 from ..assignment.state_ownership import StateOwnership
-from ..tracing.batch_arguments import named_batch, unshared_tensors
 from ..tracing.cuts import cuts_of_steps
-from ..tracing.flat_trace import inlined_paths, trace_flat
+from ..tracing.flat_trace import CachedTrace, inlined_paths, named_batch, trace_flat, unshared_tensors
 from ..tracing.root_hooks import is_indivisible, move_root_hooks, without_root_hooks
-from ..tracing.trace_cache import CachedTrace
-from .inlined_modules import InlinedModules
-from .module_tree import assign_modules
-from .stage_module import batch_argument_names, stage_module
+from .program_validity import InlinedModules, ValueGuard
+from .stage_module import assign_modules, batch_argument_names, stage_module, tie_groups
 from .symbolic_stages import symbolic_assignment, symbolic_stage
-from .tied_parameters import tie_groups
-from .value_guard import ValueGuard
 
-CACHED_TRACE = "slapo_pipeline.tracing.trace_cache"
+CACHED_TRACE = "slapo_pipeline.tracing.flat_trace"
 """Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
 _MAX_PROGRAMS = 16
 

@@ -22,8 +22,7 @@ from slapo_tracing.nodes import autocast_state, expect, expect_outputs, is_mode_
 
 from ..assignment.node_assignment import Assigner, Assignment
 from ..tracing.flat_trace import cut_positions, inlined_paths
-from .module_tree import prune_tree
-from .stage_module import StageGuard, stage_graph
+from .stage_module import StageGuard, prune_tree, stage_graph
 
 _UNKNOWN = torch.empty(1, device="meta", requires_grad=True)
 """Placeholder for every value of the graphs."""

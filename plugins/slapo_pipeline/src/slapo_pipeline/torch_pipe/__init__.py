@@ -1,7 +1,6 @@
 """Stages for the schedules of `torch.distributed.pipelining`. The stages of a `Program` enter; instances of torch's
-`PipelineStage` leave, and the gradients of tied parameters are summed between them. `split_points.py` and
-`split_policy.py` read cuts as torch's own `pipeline()` takes them. The room imports `partition`, `assignment` and
-`tracing`.
+`PipelineStage` leave, and the gradients of tied parameters are summed between them. `split_policy.py` reads
+cuts as torch's own `pipeline()` takes them. The room imports `partition`, `assignment` and `tracing`.
 
 Only the rank of the first stage has the batch, so stages of a `Pipe` pass on the arguments that later stages read.
 They sum the gradients of tied parameters after the last backward of their rank: earlier, another rank could still
@@ -11,9 +10,8 @@ wait for a tensor of this one.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .split_points import annotate_split_points
-from .stage_runtime import build_stage
-from .tied_gradients import sum_tied_gradients
+from .split_policy import annotate_split_points
+from .stage_runtime import build_stage, sum_tied_gradients
 
 if TYPE_CHECKING:
     from ._torch_private import (

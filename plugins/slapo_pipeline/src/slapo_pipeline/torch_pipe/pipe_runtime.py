@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
 from slapo_core import BuildError, Program, forward_signature, named_inputs
 from slapo_tracing.nodes import difference, fingerprint
 
-from .stage_runtime import mark_local_stage, meta_like, model_result, sendable
-from .tied_gradients import sum_tied_gradients
+from .stage_runtime import StageRunner, mark_local_stage, meta_like, model_result, sendable, sum_tied_gradients
 
 
 class PipeRuntime:
@@ -38,7 +36,9 @@ class PipeRuntime:
         module = BatchForwardingStage(self.program, index, self.example, output)
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to(device)
-        stage = TiedStage(self, module, index, device, group)
+        received, sent = module.received_like(), module.sent_like()
+        stage = TiedStage(module, index, len(self.program.stages), device, received, sent, group=group)
+        stage.runtime = self
         self._built[index], self._group = stage, group
         return stage
 
@@ -58,48 +58,37 @@ class PipeRuntime:
 class TiedStage(PipelineStage):
     """A stage that leaves the gradients of tied parameters to the runtime, as other stages of this rank may hold them."""
 
-    def __init__(
-        self,
-        runtime: PipeRuntime,
-        module: BatchForwardingStage,
-        index: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        num_stages = len(runtime.program.stages)
-        super().__init__(module, index, num_stages, device, module.received_like(), module.sent_like(), group=group)
-        self._runtime = runtime
+    runtime: PipeRuntime
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of this stage's own parameters."""
         for parameter in self.submod.parameters():
-            if grad_scale_factor != 1 and parameter.grad is not None and id(parameter) not in self._runtime.tied:
+            if grad_scale_factor != 1 and parameter.grad is not None and id(parameter) not in self.runtime.tied:
                 parameter.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step; the schedule calls this after the stage's last backward."""
         if self.has_backward:  # an evaluation must not scale the gradients of the last step again
             super().perform_reduce_grad(grad_scale_factor)
-            self._runtime.finish(self, grad_scale_factor)
+            self.runtime.finish(self, grad_scale_factor)
 
 
-class BatchForwardingStage(nn.Module):
+class BatchForwardingStage(StageRunner):
     """A stage that also passes on the batch arguments that later stages read.
 
     Its results are ``output`` of the model's result, or for None all tensors in it.
     """
 
+    takes_nested = True
+
     def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:
-        super().__init__()
-        stage = program.stages[index]
-        self.module = stage.module
+        stage, last = program.stages[index], index + 1 == len(program.stages)
+        super().__init__(stage.module, last, output)
         self.__dict__["_model"] = program.module  # no child
-        self._index, self._is_first, self._is_last = index, index == 0, index + 1 == len(program.stages)
-        self._inputs, self._batch_inputs, self._output = stage.inputs, stage.batch_inputs, output
-        self._outputs = () if self._is_last else program.stages[index + 1].inputs
-        self._example = example
+        self._is_first, self._inputs, self._batch_inputs, self._example = index == 0, stage.inputs, stage.batch_inputs, example
+        self._outputs = () if last else program.stages[index + 1].inputs
         self._forwarded_in = () if self._is_first else _forwarded_arguments(program, index, example)
-        self._forwarded_out = () if self._is_last else _forwarded_arguments(program, index + 1, example)
+        self._forwarded_out = () if last else _forwarded_arguments(program, index + 1, example)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
@@ -108,30 +97,17 @@ class BatchForwardingStage(nn.Module):
         else:
             received = args[: len(self._inputs)]
             batch = {**self._unpack_batch(args[len(self._inputs) :]), **kwargs}
-        result = self.module(*received, **{name: batch[name] for name in self._batch_inputs})
-        if self._is_last:
-            found = self._results(result)
-            return found[0] if len(found) == 1 else found
-        return tuple(map(sendable, (*result, *self._pack_batch(batch))))
+        forwarded = [tensor for name in self._forwarded_out for tensor in _tensors(batch[name])]
+        result = super().forward(*received, **{name: batch[name] for name in self._batch_inputs})
+        return result if self._last else (*result, *map(sendable, forwarded))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
         return (*map(meta_like, self._inputs), *self._forwarded_like(self._forwarded_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        if self._is_last:
-            return tuple(map(meta_like, self._results(model_result(self.module))))
+        if self._last:
+            return tuple(map(meta_like, self.results(model_result(self.module))))
         return (*map(meta_like, self._outputs), *self._forwarded_like(self._forwarded_out))
-
-    def _results(self, result: Any) -> tuple[torch.Tensor, ...]:
-        found = result if self._output is None else self._output(result)
-        leaves = [found] if isinstance(found, torch.Tensor) else pytree.tree_leaves(found)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if not tensors or (self._output is not None and len(tensors) != len(leaves)):
-            raise BuildError(
-                f"the last stage gives a {type(found).__name__}, but a schedule takes a tensor or a tuple of tensors; "
-                "give output=, a function of the result, e.g. lambda result: result.loss"
-            )
-        return tensors
 
     def _forwarded_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
         return [tensor for name in names for tensor in _tensors(self._example[name])]
@@ -146,9 +122,6 @@ class BatchForwardingStage(nn.Module):
             if given != made:
                 raise BuildError(f"{difference(made, given, name)}; make a pipe with inputs like these, or give others to step")
         return batch
-
-    def _pack_batch(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
-        return [tensor for name in self._forwarded_out for tensor in _tensors(batch[name])]
 
     def _unpack_batch(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """Return the forwarded arguments, in their structures."""

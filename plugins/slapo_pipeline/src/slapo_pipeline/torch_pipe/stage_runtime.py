@@ -1,4 +1,4 @@
-"""One stage of a program as a ``PipelineStage``, for users who run torch's pipeline schedules themselves."""
+"""Stages of a program for users who run torch's pipeline schedules themselves, and the gradients of their ties."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from slapo_core import Boundary, BuildError, Program, get_logger
 
@@ -71,12 +72,6 @@ def mark_local_stage(program: Program, stage: int) -> None:
     program.stages[stage].module.__dict__[_LOCAL] = True
 
 
-def local_stages(program: Program) -> set[int]:
-    """Return the stages that this rank runs, or all stages if it built none."""
-    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
-    return built or {stage.index for stage in program.stages}
-
-
 _LOCAL = "_slapo_built_here"
 """Attribute of the module of a stage that this rank runs."""
 
@@ -93,6 +88,9 @@ class StageRunner(nn.Module):
     The ``last`` one returns ``output`` of the model's result, or for None the result itself.
     """
 
+    takes_nested = False
+    """True if the tensors of the result may be nested in containers, and without ``output`` lie beside other values."""
+
     def __init__(self, module: nn.Module, last: bool, output: Callable[[Any], Any] | None) -> None:
         super().__init__()
         self.module = module
@@ -108,8 +106,11 @@ class StageRunner(nn.Module):
     def results(self, result: Any) -> tuple[torch.Tensor, ...]:
         """Return the tensors of the model's result that the schedule receives."""
         found = result if self._output is None else self._output(result)
-        tensors = found if isinstance(found, tuple) else (found,)
-        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        flat = found if isinstance(found, tuple) else (found,)
+        leaves = pytree.tree_leaves(found) if self.takes_nested else flat
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        has_others = len(tensors) < len(leaves) and not (self.takes_nested and self._output is None)
+        if not tensors or has_others:
             raise BuildError(
                 f"the last stage gives a {type(found).__name__}, but a schedule takes a tensor or a tuple of tensors; "
                 "give output=, a function of the result, e.g. lambda result: result.loss"
@@ -149,3 +150,32 @@ def _node_values(value: Any) -> Any:
 def meta_like(value: Boundary | torch.Tensor) -> torch.Tensor:
     """Return a meta tensor of the same shape, dtype and ``requires_grad``."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None) -> None:
+    """Sum the gradients of each tied parameter over the stages that use it; call it before every step of the optimizer.
+
+    Collective: every rank of the pipeline calls it, after the schedule's ``step``. A tied parameter without a gradient on any
+    stage gets none.
+
+    Args:
+        program: The program whose stages ``build_stage`` made on this rank.
+        group: Process group of the pipeline; default: the mesh's axis ``pp``, or all ranks if the program has no mesh.
+    """
+    named = dict(program.module.named_parameters())
+    tied = [(named[next(name for name in tie.names if name in named)], tie.stages) for tie in program.ties]
+    trained = [(parameter, stages) for parameter, stages in tied if parameter.requires_grad]
+    if not trained:
+        return
+    group = group or pipeline_group(program)
+    built = {stage.index for stage in program.stages if _LOCAL in stage.module.__dict__}
+    # no optimizer would ever clear a gradient that this rank's stages do not use
+    held = [not built or not built.isdisjoint(stages) for _, stages in trained]
+    given = [here and parameter.grad is not None for (parameter, _), here in zip(trained, held, strict=True)]
+    counts = torch.tensor(given, device=trained[0][0].device, dtype=torch.int32)
+    dist.all_reduce(counts, group=group)
+    for (parameter, _), here, gives, count in zip(trained, held, given, counts.tolist(), strict=True):
+        if count:
+            total = parameter.grad.contiguous() if gives and parameter.grad is not None else torch.zeros_like(parameter)
+            dist.all_reduce(total, group=group)
+            parameter.grad = total.detach() if here else parameter.grad

@@ -1,4 +1,4 @@
-"""Private parts of ``torch.distributed.pipelining`` and of pytrees that tracing uses."""
+"""Private parts of ``torch.distributed.pipelining`` that tracing uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils import _pytree
 
 
 @contextmanager
@@ -65,14 +64,3 @@ def stage_calls(pipe: Any) -> StageCalls:
     flat = result if isinstance(result, (tuple, list)) else [result]
     inputs = [str(name[node]) for node in graph.find_nodes(op="placeholder")]
     return StageCalls(inputs, arguments, values, [name[value] if isinstance(value, fx.Node) else value for value in flat])
-
-
-def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested containers, as ``torch.export`` flattens them, and the spec for ``unflatten``."""
-    leaves, spec = _pytree.tree_flatten(value)
-    return leaves, spec
-
-
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Rebuild the containers from leaves and spec: the inverse of ``flatten``."""
-    return _pytree.tree_unflatten(leaves, spec)

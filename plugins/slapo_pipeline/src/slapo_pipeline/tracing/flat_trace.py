@@ -1,4 +1,4 @@
-"""Flat trace of a model: modules around a cut are inlined, and all others are one node each."""
+"""Flat trace of a model, and its cache: modules around a cut are inlined, and all others are one node each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
-from slapo_core import ScheduleError, TraceError
+from slapo_core import ScheduleError, TraceError, named_inputs, split_inputs
 from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
-from slapo_tracing.nodes import is_mode_node
+from slapo_tracing.nodes import Snapshot, autocast_state, fingerprint, is_mode_node
 
 from ._torch_private import replaced_pipe_split
-from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark
-from .pipe_split import is_mark, mark
+from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark, is_mark, mark
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
@@ -73,9 +73,8 @@ def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     if like.nbytes == 0:
         return torch.zeros(like.shape, dtype=like.dtype)
-    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(
-        like.shape
-    )  # pages that are never written take no memory
+    # pages that are never written take no memory
+    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape)
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
@@ -173,3 +172,49 @@ def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) ->
             what = f"nothing runs between it and {cuts[number][1]!r}" if 0 < number < len(cuts) else "nothing runs after it"
             name = CUT_AT_MARKS if is_at_mark(where) else CUT_PIPELINE_STAGE
             raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=name)
+
+
+def named_batch(root: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Return the arguments of a batch, or of example inputs, by name; see ``slapo_core.modules.forward_arguments``."""
+    return named_inputs(root, *split_inputs(inputs))
+
+
+def unshared_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with one tensor object per argument: a graph cannot tell two uses of one object apart."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
+
+
+class CachedTrace:
+    """A flat trace that is valid until a module, parameter, hook, mode or attribute of the model changes."""
+
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str], flat: TracedModule) -> None:
+        self._flat: TracedModule | None = flat
+        self._inputs, self._inlined, self._facts = fingerprint(dict(inputs)), inlined_paths(cuts), _model_state(root)
+        self._contents = Snapshot([vars(module) for module in root.modules()])
+
+    def pop_if_valid(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str]) -> TracedModule | None:
+        """Return the trace once; None if it was returned before, or if the model, call or inlined modules differ."""
+        flat, self._flat = self._flat, None
+        same = (
+            self._inlined == inlined_paths(cuts)
+            and self._inputs == fingerprint(dict(inputs))
+            and self._facts == _model_state(root)
+        )
+        return flat if same and not self._contents.changed_paths() else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of the model is traced anew."""
+
+
+def _model_state(root: nn.Module) -> list[Any]:
+    """Return the state that the attributes of modules do not show."""
+    tensors = [*root.parameters(), *root.buffers()]
+    return [
+        (torch.is_grad_enabled(), autocast_state()),
+        [type(module) for module in root.modules()],
+        [(tensor.requires_grad, tensor.shape, tensor.dtype, tensor.device) for tensor in tensors],
+    ]

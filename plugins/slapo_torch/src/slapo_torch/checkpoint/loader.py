@@ -16,7 +16,7 @@ from slapo_training.engines import Position
 from slapo_training.model import Piece, named_tensors
 from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
-from . import extra_state, model_state, optimizer_loading, optimizer_state
+from . import model_state, optimizer_loading, optimizer_state
 from .optimizer_state import key_of
 from .saver import COMMON, MODEL, TARGET, CheckpointState, layout_of, ranges_by_name, rank_file
 
@@ -131,9 +131,9 @@ class _CheckpointLoad:
         progress.check_same(self._progress)
         self._extra = self.common["extra"]
         if self._is_same_layout:
-            foreign = (extra_state.modules_run(program.module, module) & self.common["run"]) - self._place["run"]
-            self._extra = extra_state.state_for_rank(self._place["extra"], foreign, self._extra)
-        extra_state.check_same(program.module, self._extra)
+            foreign = (model_state.extra_modules_run(program.module, module) & self.common["run"]) - self._place["run"]
+            self._extra = model_state.extra_for_rank(self._place["extra"], foreign, self._extra)
+        model_state.check_same_extra(program.module, self._extra)
         if self._is_same_layout:
             rng_state.check(self._place["random"])
         shapes = self._saved.facts()
@@ -154,7 +154,7 @@ class _CheckpointLoad:
     def restore_foreign_state(self, loading: StateLoading) -> None:
         """Call ``load_state_dict`` and the like of foreign code, which may raise; tensors have not changed yet."""
         program, module, optimizer, progress, _ = self._state
-        extra_state.restore(program.module, self._extra, loading)
+        model_state.restore_extra(program.module, self._extra, loading)
         for path, each in named_optimizers(named_tensors.parameters(module), optimizer).items():
             optimizer_loading.restore(each, self._loaded[path], self._states[path], loading)
         if isinstance(optimizer, WholeTensorOptimizer):

@@ -1,4 +1,8 @@
-"""Loading of optimizer state: this rank's own state on the same layout, state common to all ranks on any other."""
+"""Loading of optimizer state: this rank's own state on the same layout, state common to all ranks on any other.
+
+A factory makes groups of a rank's parameters, so another layout has other groups. Two parameters of one saved rank and of one
+loading rank must share a group in both or in neither.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from slapo_core import BuildError, is_sharded
-from slapo_training.checkpoint import StateLoading
+from slapo_training.checkpoint import StateLoading, digest
 from slapo_training.model import Piece
 from slapo_training.optimizers import NamedOptimizer
 
-from . import optimizer_groups
 from .model_state import piece_of_parameter
-from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups of one rank: names of ``params``, and ``options``."""
+
+SAME_LAYOUT = "load it on the same layout"
+_ANOTHER = "the checkpoint's optimizer has other parameter groups"
 
 
 class LoadedState(NamedTuple):
@@ -67,27 +75,24 @@ def select_state(
     there = saved["class"] if own is None else own["class"]
     if there != class_of(optimizer):
         raise BuildError(f"the checkpoint's optimizer is {there}, the engine's is {class_of(optimizer)}; build with the same")
-    optimizer_groups.check_names(everyone, saved["groups"])
+    check_names(everyone, saved["groups"])
     before, here = (saved["groups"] if own is None else [own["groups"]]), groups(named)
     if own is not None:
-        optimizer_groups.check_names([here], before)
-    optimizer_groups.check_same(here, before)
+        check_names([here], before)
+    check_same(here, before)
     _check_parts(named, saved["state"], parts)
     if own is None and saved["differs"]:
         raise BuildError(f"the ranks that saved it had different {saved['differs']} in the state of {kind}; {SAME_LAYOUT}")
     if own is None and saved["foreign"]:
         raise BuildError(f"{kind} keeps more than its parameters' state; {SAME_LAYOUT}")
-    options, source = optimizer_groups.match_groups(here, before, depends_on_group_order)
+    options, source = match_groups(here, before, depends_on_group_order)
     numbers = saved["numbers"] if own is None else {**saved["numbers"], **own["numbers"]}
     rest = ({}, saved["more"]) if own is None else (own["foreign"], own["more"])
     return LoadedState(options, source if own is None else None, saved["state"], numbers, dict(parts), *rest)
 
 
 def tensors_to_read(
-    named: NamedOptimizer,
-    selected: LoadedState,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    path: str,
+    named: NamedOptimizer, selected: LoadedState, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], path: str
 ) -> dict[tuple[str, Any], Piece]:
     """Return new tensors to read the per-element state into, by parameter and the optimizer's key."""
     found = {}
@@ -115,12 +120,7 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
             )
 
 
-def restore(
-    named: NamedOptimizer,
-    selected: LoadedState,
-    read: Mapping[tuple[str, Any], Piece],
-    loading: StateLoading,
-) -> None:
+def restore(named: NamedOptimizer, selected: LoadedState, read: Mapping[tuple[str, Any], Piece], loading: StateLoading) -> None:
     """Load the selected state into the optimizer."""
     (names, listed), own = named.names(), named.own()
     index = {name: number for number, name in enumerate(names)}
@@ -138,3 +138,87 @@ def restore(
     made = [{**each, "params": [index[name] for name in group]} for each, group in zip(selected.options, listed, strict=True)]
     packed = {**selected.more, "state": state, "param_groups": made}
     loading.load(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)
+
+
+def check_names(own: Sequence[Groups], saved: Sequence[Groups]) -> None:
+    """Refuse an optimizer of other parameters, given the groups of all ranks and of all saved ranks.
+
+    Raises:
+        BuildError: a parameter is in the groups of one side only.
+    """
+    here, there = ({name for groups in ranks for name in _group_indices(groups)} for ranks in (own, saved))
+    for name in sorted(here ^ there):
+        whose = "the engine's" if name in there else "its own"
+        raise BuildError(f"{_ANOTHER}: {name!r} is in none of {whose}; build with the same parameters to train")
+
+
+def check_same(own: Groups, saved: Sequence[Groups]) -> None:
+    """Refuse an optimizer that groups parameters differently, given the groups of this rank and of all saved ranks.
+
+    Raises:
+        BuildError: two parameters share a group on one side only.
+    """
+    here = _group_indices(own)
+    for there in map(_group_indices, saved):
+        both = sorted(here.keys() & there.keys())
+        for of, to, words in ((here, there, ("several", "one")), (there, here, ("one", "several"))):
+            first: dict[int, str] = {}
+            for name in both:
+                other = first.setdefault(of[name], name)
+                if to[other] != to[name]:
+                    raise BuildError(
+                        f"{_ANOTHER}: {other!r} and {name!r} are in {words[0]} of these, and in {words[1]} here; build with "
+                        f"the same groups, or {SAME_LAYOUT}"
+                    )
+
+
+def match_groups(own: Groups, saved: Sequence[Groups], depends_on_group_order: bool) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the saved options for this rank's groups, and the saved rank with these groups, or None.
+
+    Call it after ``check_names`` and ``check_same``. A learning-rate schedule depends on the order of groups, as its state
+    has one entry per group.
+
+    Raises:
+        BuildError: saved ranks had different options for parameters of one group; or no saved rank had the groups that the
+            schedule needs.
+    """
+    by_name = {name: group["options"] for groups in reversed(saved) for group in groups for name in group["params"]}
+    wanted = [_common_options(group["params"], by_name) for group in own]
+    words = [None if options is None else _options_digest(options) for options in wanted]
+
+    def fits(groups: Groups) -> bool:
+        pairs = zip(words, groups, strict=False)
+        return len(groups) == len(own) and all(word in (None, _options_digest(group["options"])) for word, group in pairs)
+
+    source = next((number for number, groups in enumerate(saved) if fits(groups)), None)
+    if source is None and depends_on_group_order:
+        raise BuildError(
+            "the learning-rate schedule was saved for other parameter groups than this rank's, or for these in another order; "
+            f"build with the same groups in the same order, or {SAME_LAYOUT}"
+        )
+    left = own if source is None else saved[source]
+    return [dict(left[number]["options"]) if each is None else dict(each) for number, each in enumerate(wanted)], source
+
+
+def _common_options(names: Sequence[str], by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the saved options of the parameters of one group; None for a group without parameters."""
+    found = {id(by_name[name]): (name, by_name[name]) for name in reversed(names)}
+    if not found:
+        return None
+    (name, options), *others = reversed(found.values())
+    for other, its in others:
+        for key in sorted(options.keys() | its.keys()):
+            if key not in options or key not in its or digest(options[key]) != digest(its[key]):
+                raise BuildError(
+                    f"{name!r} and {other!r} are in one parameter group, and ranks that saved them had different {key!r} for "
+                    f"them; {SAME_LAYOUT}"
+                )
+    return options
+
+
+def _group_indices(groups: Groups) -> dict[str, int]:
+    return {name: number for number, group in enumerate(groups) for name in group["params"]}
+
+
+def _options_digest(options: Mapping[str, Any]) -> str:
+    return digest(sorted(options.items(), key=lambda item: item[0]))

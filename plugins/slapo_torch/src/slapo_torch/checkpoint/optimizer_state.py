@@ -20,7 +20,6 @@ from slapo_training.optimizers.whole_tensors import local_of
 
 from ..fsdp.replica_spec import replica_spec
 from .model_state import piece_of_parameter
-from .optimizer_groups import groups_of
 
 
 class OptimizerState(NamedTuple):
@@ -145,8 +144,11 @@ def _differing_keys(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iter
 
 
 def groups(named: NamedOptimizer) -> list[dict[str, Any]]:
-    """Return this rank's parameter groups by original names."""
-    return groups_of(named.optimizer, named.names()[1])
+    """Return this rank's parameter groups: ``options``, and the original names of ``params``."""
+    return [
+        {"params": own, "options": {key: value for key, value in group.items() if key not in ("params", "param_names")}}
+        for group, own in zip(named.optimizer.param_groups, named.names()[1], strict=True)
+    ]
 
 
 def _named_state(named: NamedOptimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:

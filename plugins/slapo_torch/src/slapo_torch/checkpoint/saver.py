@@ -24,7 +24,7 @@ from slapo_training.model import Piece, named_tensors
 from slapo_training.optimizers import WholeTensorOptimizer, named_optimizers
 
 from ..step.training_progress import TrainingProgress
-from . import extra_state, model_state, optimizer_state
+from . import model_state, optimizer_state
 
 if TYPE_CHECKING:
     from slapo_training.checkpoint import TensorFiles
@@ -73,8 +73,8 @@ class TorchSaver(Saver):
             pieces.update({MODEL + name: model_state.piece_of_parameter(tensor, tensor) for name, tensor in saved.items()})
             for spot, own in states.items():
                 pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in own.tensors.items()})
-            extra = extra_state.collect(program.module)
-            run, progress = extra_state.modules_run(program.module, module), state.progress.state()
+            extra = model_state.collect_extra(program.module)
+            run, progress = model_state.extra_modules_run(program.module, module), state.progress.state()
             place.update(
                 buffers={name: tensor.detach() for name, tensor in buffers.items()},
                 ranges=ranges_by_name(module),
@@ -110,7 +110,7 @@ class TorchSaver(Saver):
                 {
                     "optimizer": _merge_optimizer_states([own["optimizer"] for own in stages], owners, digests),
                     "progress": [own["progress"] for own in stages],
-                    "extra": extra_state.merge([own["extra"] for own in stages]),
+                    "extra": model_state.merge_extra([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},
                     "random": rng_state.digest_of(place["random"]),
                     "position": position._asdict(),

@@ -38,12 +38,7 @@ class FSDPReplicas:
         unit_runtime: Runtime that gathers units as they run; None if all units are gathered for the whole step.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        module: nn.Module,
-        patterns: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, program: Program, module: nn.Module, patterns: Sequence[str] | None = None) -> None:
         mesh = program.mesh
         assert mesh is not None
         self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)

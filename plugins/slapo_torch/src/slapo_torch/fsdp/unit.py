@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +136,10 @@ class Unit:
         self._holders: list[FSDPModule] = []
         self._waiting: list[UnshardHandle | None] = []
         made: dict[int, ShardedParameter] = {}
-        for same in _group_by_dtype(parameters):
+        for dtype in dict.fromkeys(
+            parameter.dtype for parameter in parameters
+        ):  # FSDP2 reduces gradients of one dtype together
+            same = [parameter for parameter in parameters if parameter.dtype is dtype]
             specs = [ReplicaSpec.of(parameter, mesh["dp"].get_group(), everyone) for parameter in same]
             for parameter in same:
                 parameter.data = parameter.data.contiguous()
@@ -208,11 +210,3 @@ class Unit:
                     token = torch.zeros(1, device=self._device, requires_grad=True)
                     holder(token).backward()
         self.free(form)
-
-
-def _group_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype; FSDP2 reduces gradients of one dtype together."""
-    found: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        found[parameter.dtype].append(parameter)
-    return list(found.values())

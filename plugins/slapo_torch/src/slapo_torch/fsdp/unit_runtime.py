@@ -71,9 +71,9 @@ class UnitRuntime:
             if training:
                 self._advance_backward(-1)
             self._is_active = False
-        late = next((unit.path for unit in self._units for each in unit.members if _has_gradient(each.whole)), None)
-        if late is not None:
-            raise BuildError(f"a parameter of {late!r} got a gradient when the backward had left that unit; {REMEDY}")
+        for unit in self._units:
+            if any(each.whole is not None and each.whole.grad is not None for each in unit.members):
+                raise BuildError(f"a parameter of {unit.path!r} got a gradient when the backward had left that unit; {REMEDY}")
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any) -> None:
         path = self._units[index].path
@@ -150,10 +150,6 @@ def _exclude_from_compilation(hook: Callable[..., Any]) -> Callable[..., Any]:
     if "torch._dynamo" in sys.modules:
         found = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return found
-
-
-def _has_gradient(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.grad is not None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 
 import torch
@@ -22,8 +22,8 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
     of these ranks would have to be made on all ranks of the world, some of which may not train this model.
 
     Args:
-        ties: This rank's tied parameters from ``group_by_ranks``, with dense gradients. A missing gradient counts as zero; it
-            stays None if it is missing on all these ranks.
+        ties: This rank's tied parameters, with dense gradients, by the ranks that share them; both orders are equal on all
+            ranks. A missing gradient counts as zero; it stays None if it is missing on all these ranks.
         pipeline: Process group of all stages.
     """
     own, sums, messages = dist.get_rank(pipeline), [], []
@@ -90,11 +90,3 @@ def _write_gradients(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> 
                 parameter.grad = gradient.clone()
             else:
                 parameter.grad.copy_(gradient)
-
-
-def group_by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
-    """Return tied parameters by the ranks that share them; both orders are equal on all ranks."""
-    groups: dict[tuple[int, ...], Bucket] = defaultdict(list)
-    for ranks, parameter in ties:
-        groups[ranks].append(parameter)
-    return dict(sorted(groups.items()))

@@ -1,10 +1,12 @@
-"""One batch on its way through the engine, and the comparison of the batches of all ranks."""
+"""One batch on its way through the engine, the comparison of the batches of all ranks, and the checks of the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,17 @@ from slapo_core import Program, raise_on_all_ranks
 from slapo_training.batch_agreement import BatchFingerprints, check_boundaries, check_contents, check_shapes, replica_extremes
 from slapo_training.batches import Batch
 from slapo_training.distributed import all_reduce
+from slapo_training.first_step import FirstStep
 
+from ..gradients.ddp import DDPReplicas
 from .gradient_accumulation import StepResult
 from .microbatch_weights import MicroBatchWeight
+from .stage_call import autocast_context
+from .tensor_parallel_failures import TensorParallelPeers
+
+if TYPE_CHECKING:
+    from ..fsdp.sharded_replicas import FSDPReplicas
+
 
 Runner = Callable[[list[Batch], list[Any], MicroBatchWeight], StepResult]
 """Runs micro-batches with their labels and their weight in the loss of the batch."""
@@ -89,3 +99,47 @@ class EngineStep:
         check_boundaries(slots[len(slots) // 2 :])
         self.is_outdated, self.labels_differ, self.marks_differ = bool(outdated), high[1:3] != low[1:3], high[3] != low[3]
         return int(high[1])
+
+
+class TorchFirstStep(FirstStep):
+    """First-step checks that run forwards in the contexts of this engine: autocast and FSDP units."""
+
+    def check_if_due(
+        self,
+        step: EngineStep,
+        device: torch.device,
+        shards: FSDPReplicas | None,
+        replicas: DDPReplicas | None,
+        peers: TensorParallelPeers | None,
+    ) -> MicroBatchWeight:
+        """Run the checks if they are due, with FSDP's parameters gathered. Collective.
+
+        Returns the weight of micro-batches, corrected if the model injects gradients.
+
+        Raises:
+            BuildError: on all ranks, see ``FirstStep.check``.
+        """
+        parts, labels, weight = step.parts, step.labels, step.weight
+        self.is_uneven = step.marks_differ
+        if self.is_due(len(parts)):
+            around = partial(self._step_context, device, shards)
+            failed = None if peers is None else peers.synchronize_failure
+            with nullcontext() if replicas is None else replicas.no_sync():
+                self.check(parts, labels, device, around, weight.differs, shards is None, failed)
+            if peers is not None:
+                peers.begin_step()  # an error of the checks is no error of the step
+            if shards is not None:  # units start the step in the same state as without checks
+                shards.release()
+                shards.gather()
+        if not self.injects:
+            return weight
+        return weight._replace(injects=True, unit=self.mean_labels(parts, labels, device) or weight.unit)
+
+    @contextmanager
+    def _step_context(self, device: torch.device, shards: FSDPReplicas | None, has_backward: bool) -> Iterator[None]:
+        with autocast_context(self._options, device.type):
+            if shards is None or shards.unit_runtime is None:
+                yield
+                return
+            with shards.unit_runtime.microbatch(has_backward):
+                yield

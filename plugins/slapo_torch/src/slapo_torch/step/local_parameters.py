@@ -1,4 +1,4 @@
-"""Parameters of this rank, and checks and reductions over the ranks that hold the same parameters."""
+"""Stages of this rank as one module, and checks and reductions over the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,27 @@ from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import check_same_start
 
 from ..fsdp.replica_spec import replica_tensor, without_replica_sharding
-from ..gradients.reduction import group_by_ranks, sum_gradients
+from ..gradients.reduction import sum_gradients
+
+
+def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """Return one tree with all parameters, buffers and modules of some stages, under their names in the whole model.
+
+    The tree is for traversal and for switching modes; it cannot be called. Modules of one stage are the same objects; a parent
+    of modules of several stages is a new bare ``nn.Module``.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    tree = nn.Module()
+    tree.training = stages[0].training
+    for table in ("_parameters", "_buffers"):
+        for stage in stages:
+            getattr(tree, table).update(getattr(stage, table))
+    tree._non_persistent_buffers_set = set().union(*(stage._non_persistent_buffers_set for stage in stages))
+    for name in dict.fromkeys(name for stage in stages for name in stage._modules):
+        found = {id(child): child for stage in stages if (child := stage._modules.get(name)) is not None}
+        tree._modules[name] = merge_stages([*found.values()]) if found else None
+    return tree
 
 
 class LocalParameters:
@@ -33,14 +53,15 @@ class LocalParameters:
         staged = len(program.stages) > 1
         placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
         self._own_ties = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
-        shared = [(ranks, parameter) for ranks, _, parameter in self._own_ties if parameter.requires_grad and len(ranks) > 1]
-        self._shared = group_by_ranks(shared)
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for ranks, _, parameter in sorted(self._own_ties, key=lambda tie: tie[0]):
+            if parameter.requires_grad and len(ranks) > 1:
+                self._shared.setdefault(ranks, []).append(parameter)
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_sharded(replica_tensor(parameter))}
-        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
-        if len(self._unchecked) == len(self.trainable):  # nothing is sharded
-            self._unchecked.clear()
-        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        whole = {name: parameter for name, parameter in trained.items() if not is_sharded(replica_tensor(parameter))}
+        has_shards = len(whole) < len(trained)
+        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.numel() and has_shards}
 
     def is_outdated(self) -> bool:
         """Return True if parameters were unfrozen since this object was made."""

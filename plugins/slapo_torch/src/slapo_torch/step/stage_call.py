@@ -87,7 +87,13 @@ class StageCall(nn.Module):
         held = {
             _storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper_subclass(tensor)
         }
-        return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
+        # copy a module's own memory, which later micro-batches may change before the send
+        return tuple(
+            tensor.contiguous()
+            if tensor.requires_grad and _storage(tensor) not in held
+            else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in result
+        )
 
 
 def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast:
@@ -98,10 +104,3 @@ def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
-    """Return the tensor to send: a copy of a module's own memory, which later micro-batches may change before the send."""
-    if held or not tensor.requires_grad:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()
