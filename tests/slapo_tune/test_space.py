@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slapo_core import SlapoError
 from slapo_tune import OpenSymbolError, Space, TuneError
-from slapo_tune.search_space.traversal import Traversal
+from slapo_tune.search_space.space import Traversal
 
 
 def space_of(**symbols: list[Any]) -> Space:

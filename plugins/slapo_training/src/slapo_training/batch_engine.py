@@ -32,12 +32,11 @@ from .distributed.ranks import all_reduce, run_on_all_ranks
 from .ema import AveragedEngine
 from .first_step import FirstStep
 from .first_step.injected_gradients import divide_gradients
-from .hidden_labels import HiddenLabels
-from .label_weights import LabelWeights
+from .label_weights import HiddenLabels, LabelWeights
 from .losses.microbatch_loss import note_failure
 from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of
 from .model.state_rollback import state_rollback
-from .options.engine_options import EngineOptions
+from .options.common_options import EngineOptions
 from .step_losses import CheckedStepLosses
 
 __all__ = ["BatchEngine", "MicroBatches"]

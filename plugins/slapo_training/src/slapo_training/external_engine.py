@@ -8,22 +8,67 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import Program, compare_across_ranks
+from slapo_core import Program, compare_across_ranks, gather_objects, get_logger
 
 from .batch_engine import BatchEngine
 from .checkpoint.async_save import Saver
 from .distributed.ranks import run_on_all_ranks
 from .engines import parameter_ownership, stale_engines
 from .engines.dialect import holds_copies
-from .engines.gradient_comparison import GradientComparison
+from .engines.gradient_comparison import GradientComparison, watch_gradients
 from .engines.initial_weights import check_same_start
-from .engines.unused_parameters import UnusedParameters
 from .gradient_hooks import StepHooks
 from .losses.microbatch_loss import CountedLoss
 from .model.training_mode import TrainingMode
-from .options.engine_options import EngineOptions
+from .options.common_options import EngineOptions
+
+
+class UnusedParameters:
+    """Warns of parameters that no micro-batch of the first step used on any replica.
+
+    In one process they have no gradient, and the optimizer leaves them as they are. With zeros weight decay shrinks them.
+    """
+
+    def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], target: str) -> None:
+        self._program, self._target = program, target
+        self._named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._is_done = False
+
+    @contextmanager
+    def watch_backwards(self) -> Iterator[None]:
+        """Watch the backwards inside, the first time. Collective over the mesh, behind the last of them."""
+        if self._is_done:
+            yield
+            return
+        self._is_done = True
+        used = set[str]()
+        with watch_gradients(self._named, lambda name, gradient: used.add(name)):
+            yield
+        self._warn(used)
+
+    def _warn(self, used: set[str]) -> None:
+        mesh, ties = self._program.mesh, self._program.ties
+        if ties:  # one stage's use of a parameter is all that the others' copies need
+            told = zip(*gather_objects([bool(used.intersection(tie.names)) for tie in ties], mesh), strict=True)
+            used = used.union(*(tie.names for tie, each in zip(ties, told, strict=True) if any(each)))
+        own = [name in used for name in self._named]
+        found = torch.tensor(own, dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
+        if mesh is not None and self._program.axis_size("dp") > 1 and own:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group("dp"))
+        unused = [name for name, is_used in zip(self._named, found.tolist(), strict=True) if not is_used]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            get_logger().warning(
+                "%r%s got no gradient in the first step; target %r takes zeros for it, which weight decay and momentum act "
+                "on, while target 'torch' and one process leave it alone; freeze it if it is not to be trained",
+                unused[0],
+                more,
+                self._target,
+            )
+
 
 __all__ = ["ExternalEngine"]
 

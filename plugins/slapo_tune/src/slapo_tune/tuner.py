@@ -14,8 +14,7 @@ from .database import Database, json_data
 from .script.arguments import ScriptArguments, substitute, uses_symbol
 from .script.configuration import CHECKPOINT_RATIO, Configuration
 from .search_space.errors import TuneError
-from .search_space.space import Space
-from .search_space.traversal import Traversal
+from .search_space.space import Space, Traversal
 from .trial.environment import check_variables
 from .trial.interruption import Interruption, signal_name
 from .trial.process import TrialOutput, run_trial

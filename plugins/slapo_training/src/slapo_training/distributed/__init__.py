@@ -8,9 +8,8 @@ private torch names of the whole package are in ``_torch_private.py``.
 
 from .full_tensors import full_state, original_keys, over_group, plain
 from .grad_norm import clip_grad_norm_
-from .ranks import Ranks, all_reduce, run_on_all_ranks, stage_group
+from .ranks import Ranks, SingleProcessGroup, all_reduce, run_on_all_ranks, stage_group
 from .replicated_gradients import compare_gradients
-from .single_process_group import SingleProcessGroup
 
 __all__ = [
     "SingleProcessGroup",

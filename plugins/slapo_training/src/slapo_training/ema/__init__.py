@@ -5,8 +5,8 @@ Each rank averages the values that its own optimizer steps, so that a step sends
 """
 
 from .average_list import AverageList, Averages
-from .averaged_engine import AveragedEngine
+from .averaged_engine import AveragedEngine, ema
 from .master_values import MasterValue, buffer_values, master_values
-from .weight_average import WeightAverage, ema
+from .weight_average import WeightAverage
 
 __all__ = ["AverageList", "AveragedEngine", "MasterValue", "Averages", "WeightAverage", "buffer_values", "ema", "master_values"]

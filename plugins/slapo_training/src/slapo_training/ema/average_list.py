@@ -15,11 +15,10 @@ from slapo_core import BuildError, get_logger
 from ..checkpoint.async_save import Buffers
 from ..distributed.ranks import Ranks
 from ..model.pieces import Piece
+from .weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from ..checkpoint.folder import Checkpoint
-    from .averaged_engine import AveragedEngine
-    from .weight_average import WeightAverage
 
 KEY = "averages"
 """Key in a checkpoint's manifest, and name of the folder of the tensors."""
@@ -31,8 +30,7 @@ Averages = list[tuple[int, list[torch.Tensor]] | None]
 class AverageList:
     """Averages of one engine's weights, in the order of their construction."""
 
-    def __init__(self, engine: AveragedEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self.items: list[WeightAverage] = []
         self._copies: Buffers = {}
         self.is_applied = False

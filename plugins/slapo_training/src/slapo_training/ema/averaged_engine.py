@@ -1,46 +1,34 @@
-"""Base class of the engines whose weights ``slapo.ema`` averages."""
+"""``slapo.ema``, and the base class of the engines whose weights it averages."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from slapo_core import Engine, Program
+from slapo_core import BuildError, Engine
 
 from ..checkpoint.async_save import Buffers, SaveHandle, Saver
 from ..checkpoint.position import Position
 from ..distributed.ranks import Ranks
-from ..model.pieces import Piece
 from .average_list import AverageList
-from .master_values import MasterValue
+from .master_values import MasterWeights
+from .weight_average import WeightAverage
 
 
-class AveragedEngine(Engine):
+class AveragedEngine(MasterWeights):
     """Engine that updates its averages after each step, and saves them in its checkpoints."""
 
-    program: Program
     steps: int
     _saver: Saver
 
     @cached_property
     def averages(self) -> AverageList:
         """Averages of this engine's weights, made by ``slapo.ema``."""
-        return AverageList(self)
-
-    @abstractmethod
-    def pieces(self) -> dict[str, Piece]:
-        """Return this rank's pieces of the parameters and persistent buffers, by their first original names. Collective."""
-
-    @abstractmethod
-    def masters(self) -> Iterator[MasterValue]:
-        """Iterate over this rank's trained values, which its optimizer steps in place, and over its buffers."""
-
-    def use_masters(self) -> None:
-        """Update the model after a write to the values of ``masters``. Collective."""
+        return AverageList()
 
     def averaging_problem(self) -> str:
         """Return the reason why this engine's weights cannot be averaged; empty if they can."""
@@ -108,3 +96,40 @@ class AveragedEngine(Engine):
         self.steps += 1
         if is_stepped:
             self.averages.update()
+
+
+def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> WeightAverage:
+    """Keep an exponential moving average of an engine's weights.
+
+    The average equals that of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, updated after each
+    optimizer step: the weights of the first step are copied, later ones averaged. Each rank averages the values that its own
+    optimizer steps, with no message. Checkpoints of the engine include the averages, for any layout. Collective.
+
+    Args:
+        engine: Engine from ``build`` with an optimizer. Call ``ema`` before ``load``.
+        decay: Fraction of the average that remains in each step, from 0 to 1.
+        use_buffers: True to average buffers as well; by default they are the model's.
+
+    Raises:
+        BuildError: on every rank: the engine takes no steps, or another decay was given on another rank.
+    """
+    if not isinstance(engine, AveragedEngine):
+        raise BuildError(
+            f"ema: {type(engine).__name__} takes no steps; use torch.optim.swa_utils.AveragedModel(engine.module), or build "
+            "for target='torch'"
+        )
+    ranks, made = Ranks.of(engine.program), list[WeightAverage]()
+
+    def make() -> tuple[float, bool]:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise BuildError(f"ema: decay is {decay!r}; give a number from 0 to 1, 0.999 say")
+        if reason := engine.averaging_problem():
+            raise BuildError(f"ema: {reason} cannot be averaged; build without it")
+        engine.averages.check_idle("ema")
+        made.append(WeightAverage(engine, engine.averages.mark_applied, decay, use_buffers))
+        return decay, use_buffers
+
+    if len(set(ranks.run_on_all(make))) > 1:
+        raise BuildError("ema: the ranks were given different arguments; give all of them the same")
+    engine.averages.items.append(made[0])
+    return made[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+
+from slapo_core import Engine, Program
 
 from ..model.named_tensors import Tensors, make_dense
 from ..model.pieces import Piece, boxes
@@ -39,6 +42,23 @@ class MasterValue(NamedTuple):
             part = values.detach().view(-1).narrow(0, at, number).view(sizes)
             yield self.place.box(part, offset)
             at += number
+
+
+class MasterWeights(Engine):
+    """Engine whose trained values can be read, and written in place."""
+
+    program: Program
+
+    @abstractmethod
+    def pieces(self) -> dict[str, Piece]:
+        """Return this rank's pieces of the parameters and persistent buffers, by their first original names. Collective."""
+
+    @abstractmethod
+    def masters(self) -> Iterator[MasterValue]:
+        """Iterate over this rank's trained values, which its optimizer steps in place, and over its buffers."""
+
+    def use_masters(self) -> None:
+        """Update the model after a write to the values of ``masters``. Collective."""
 
 
 def master_values(

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from slapo_core import BuildError, Engine, parameter_facts
+from slapo_core import parameter_facts
 
 from ..distributed.ranks import Ranks
 from ..model.pieces import assemble
-from .averaged_engine import AveragedEngine
-from .master_values import MasterValue, copy_of, lerp
-
-
-def ema(engine: Engine, decay: float = 0.999, *, use_buffers: bool = False) -> WeightAverage:
-    """Keep an exponential moving average of an engine's weights.
-
-    The average equals that of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, updated after each
-    optimizer step: the weights of the first step are copied, later ones averaged. Each rank averages the values that its own
-    optimizer steps, with no message. Checkpoints of the engine include the averages, for any layout. Collective.
-
-    Args:
-        engine: Engine from ``build`` with an optimizer. Call ``ema`` before ``load``.
-        decay: Fraction of the average that remains in each step, from 0 to 1.
-        use_buffers: True to average buffers as well; by default they are the model's.
-
-    Raises:
-        BuildError: on every rank: the engine takes no steps, or another decay was given on another rank.
-    """
-    if not isinstance(engine, AveragedEngine):
-        raise BuildError(
-            f"ema: {type(engine).__name__} takes no steps; use torch.optim.swa_utils.AveragedModel(engine.module), or build "
-            "for target='torch'"
-        )
-    ranks, made = Ranks.of(engine.program), list[WeightAverage]()
-
-    def make() -> tuple[float, bool]:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            raise BuildError(f"ema: decay is {decay!r}; give a number from 0 to 1, 0.999 say")
-        if reason := engine.averaging_problem():
-            raise BuildError(f"ema: {reason} cannot be averaged; build without it")
-        engine.averages.check_idle("ema")
-        made.append(WeightAverage(engine, decay, use_buffers))
-        return decay, use_buffers
-
-    if len(set(ranks.run_on_all(make))) > 1:
-        raise BuildError("ema: the ranks were given different arguments; give all of them the same")
-    engine.averages.items.append(made[0])
-    return made[0]
+from .master_values import MasterValue, MasterWeights, copy_of, lerp
 
 
 class WeightAverage:
@@ -58,6 +20,7 @@ class WeightAverage:
 
     Args:
         engine: The engine.
+        mark_applied: Context in which the model has averaged weights.
         decay: Fraction of the average that remains in each step.
         use_buffers: True to average buffers as well.
 
@@ -66,8 +29,10 @@ class WeightAverage:
         num_updates: Number of averaged steps, including those before a loaded checkpoint.
     """
 
-    def __init__(self, engine: AveragedEngine, decay: float, use_buffers: bool) -> None:
-        self._engine, self.decay, self._use_buffers = engine, decay, use_buffers
+    def __init__(
+        self, engine: MasterWeights, mark_applied: Callable[[], AbstractContextManager[None]], decay: float, use_buffers: bool
+    ) -> None:
+        self._engine, self._mark_applied, self.decay, self._use_buffers = engine, mark_applied, decay, use_buffers
         self.num_updates = 0
         self._masters: list[MasterValue] = []
         self._values: dict[str, torch.Tensor] = {}
@@ -98,7 +63,7 @@ class WeightAverage:
 
         The engine's own weights are restored afterwards.
         """
-        with self._engine.averages.mark_applied():
+        with self._mark_applied():
             kept = [each.value.detach().clone() for each in self._masters]
             self._write([*self._values.values()])
             try:
@@ -164,7 +129,7 @@ def _key(number: int, master: MasterValue, replica: int) -> str:
     return f"{number}.buffer.{replica}.{master.name}" if master.is_buffer else f"{number}.{master.name}"
 
 
-def _names(engine: AveragedEngine) -> dict[str, tuple[str, ...]]:
+def _names(engine: MasterWeights) -> dict[str, tuple[str, ...]]:
     """Return all original names of this rank's tensors, by the first one."""
     modules = engine.module if isinstance(engine.module, torch.nn.Module) else torch.nn.ModuleList(engine.module)
     named = [*modules.named_parameters(), *modules.named_buffers()]

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core import BuildError, Dialect, Engine, Program
 
-from ..options.engine_options import EngineOptions
+from ..options.common_options import EngineOptions
 
 
 class Limit(NamedTuple):

@@ -6,8 +6,7 @@ have a module each. It may import ``slapo_core``, ``batches`` and ``losses``, wh
 """
 
 from .check_switches import disabled_checks, log_disabled_checks, register_checks
-from .common_options import CommonOptions, is_lr_scheduler
-from .engine_options import DTYPES, EngineOptions
+from .common_options import DTYPES, CommonOptions, EngineOptions, is_lr_scheduler
 
 __all__ = [
     "DTYPES",

@@ -22,6 +22,10 @@ from ..losses.weighted_terms import Count, check_counts
 from .check_switches import VARIABLE, disabled_checks
 from .optimizer_blocks import check_blocks
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precision to the type of floating-point weights."""
+
+
 IGNORE_INDEX = -100
 """Label value that losses exclude by default."""
 
@@ -244,3 +248,31 @@ def _accepts_two_arguments(function: Callable[..., Any]) -> bool:
     except ValueError:  # a builtin without a signature
         return callable(function)
     return True
+
+
+@dataclass(frozen=True)
+class EngineOptions(CommonOptions):
+    """The arguments of ``build`` for an engine that sums gradients by itself, and whose own configuration may say them, too."""
+
+    @property
+    def trains(self) -> bool:
+        """True if there is an optimizer, ours or the engine's own."""
+        return self.optimizer is not None
+
+    @property
+    def parts(self) -> int:
+        return self.microbatches
+
+    @property
+    def settled_precision(self) -> str:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+        return self.precision
+
+    @property
+    def largest_norm(self) -> float:
+        """Largest gradient norm; 0 is off."""
+        return float(self.clip)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.settled_precision]

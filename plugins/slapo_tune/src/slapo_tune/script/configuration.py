@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ..search_space.errors import OpenSymbolError, TuneError
-from ..search_space.space import Space
-from ..search_space.traversal import UpdateSpace
+from ..search_space.space import Space, UpdateSpace
 from .arguments import ScriptArguments
 
 BATCH_SIZE, CHECKPOINT_RATIO = "batch_size", "ckpt_ratio"
