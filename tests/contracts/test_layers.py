@@ -33,6 +33,8 @@ def test_importing_pulls_in_nothing_heavy(module: str) -> None:
     assert loaded.isdisjoint(HEAVY)
     if module == "slapo_core":
         assert "slapo_testing" not in loaded
+        registrars = r"slapo(_core|_training|_tune)?\.|.*\.(plugin|hookspecs|build_hooks)$"
+        assert [name for name in loaded if re.match(r"slapo\w*\.", name) and not re.match(registrars, name)] == []
 
 
 ASKS = """

@@ -26,6 +26,7 @@ from .modules.hook_tables import HOOK_TABLES
 from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
 from .registration.entries import Entry, PluginRecord
+from .registration.lazy_names import lazy_names
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
 from .reporting.errors import (
     BuildError,
@@ -97,6 +98,7 @@ __all__ = [
     "is_module_list",
     "is_random_seed_set",
     "is_sharded",
+    "lazy_names",
     "list_primitives",
     "load_schedule",
     "make",

@@ -16,7 +16,8 @@ from torch import fx, nn
 from slapo_core import ScheduleError
 from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
-from slapo_tracing.matching.matcher import find_by_name, find_node, find_subgraph, match_data
+from slapo_tracing.matching import matcher
+from slapo_tracing.matching.matcher import find_node, find_subgraph, match_data
 from slapo_tracing.matching.patterns import ModulePattern, Pattern, call_module
 
 X = torch.randn(2, 4)
@@ -286,11 +287,11 @@ def test_matches_can_be_written_down_and_found_again() -> None:
 
     holder: Any = Holder()
     (match,) = find_subgraph(holder.root_module, lambda y, p, x: F.dropout(x, p, True) - y)
-    again = find_by_name(holder, json.loads(json.dumps(match_data(match))))
+    again = matcher.match(holder, json.loads(json.dumps(match_data(match))))
     assert again == match
     assert " at 0x" not in json.dumps(match_data(match))  # it is found in other processes too
     assert (again.inputs, again.outputs) == (match.inputs, match.outputs)  # type: ignore[attr-defined]
-    assert find_by_name(holder, match_data(list(match))) == list(match)
+    assert matcher.match(holder, match_data(list(match))) == list(match)
     holder.root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) + x)
     with pytest.raises(ScheduleError, match="has no node 'sub' that calls sub; trace as when it was found"):
-        find_by_name(holder, match_data(match))
+        matcher.match(holder, match_data(match))

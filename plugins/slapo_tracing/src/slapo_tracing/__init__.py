@@ -28,9 +28,26 @@ Without example inputs ``torch.fx`` traces symbolically, or, where it cannot, th
 fit the first layers. Graphs of ``torch.fx`` serve all shapes.
 """
 
-from .graphs.traced_module import TracedModule
-from .matching.matcher import find_by_name as match
-from .matching.patterns import ModulePattern, Pattern, call_module
-from .tracers.selection import trace, trace_module
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slapo_core import lazy_names
+
+if TYPE_CHECKING:
+    from .graphs.traced_module import TracedModule
+    from .matching.matcher import match
+    from .matching.patterns import ModulePattern, Pattern, call_module
+    from .tracers.selection import trace, trace_module
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "graphs.traced_module": ["TracedModule"],
+            "matching.matcher": ["match"],
+            "matching.patterns": ["ModulePattern", "Pattern", "call_module"],
+            "tracers.selection": ["trace", "trace_module"],
+        },
+    )
 
 __all__ = ["ModulePattern", "Pattern", "TracedModule", "call_module", "match", "trace", "trace_module"]

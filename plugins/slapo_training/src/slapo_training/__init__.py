@@ -6,8 +6,9 @@ loading the plugin stays cheap.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from slapo_core import lazy_names
 
 from .distributed import gloo_threads as gloo_threads  # waits for them as the process ends
 
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "batch_engine": ["BatchEngine", "MicroBatches"],
+            "external_engine": ["ExternalEngine"],
+            "stage_forward": ["StageForward"],
+        },
+    )
 
 __all__ = ["BatchEngine", "ExternalEngine", "MicroBatches", "StageForward"]
-_MODULES = dict(zip(__all__, ("batch_engine", "external_engine", "batch_engine", "stage_forward"), strict=True))
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

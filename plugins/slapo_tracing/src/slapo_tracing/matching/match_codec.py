@@ -8,7 +8,7 @@ from torch import fx
 
 from slapo_core import Codec, Schedule
 
-from .matcher import find_by_name, match_data
+from .matcher import match, match_data
 
 
 class MatchCodec(Codec):
@@ -29,7 +29,7 @@ class MatchCodec(Codec):
 
     @staticmethod
     def build(parts: dict[str, Any], schedule: Schedule) -> Any:
-        return find_by_name(schedule, parts)
+        return match(schedule, parts)
 
     @staticmethod
     def source(parts: str) -> str:

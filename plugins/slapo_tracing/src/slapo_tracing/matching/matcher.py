@@ -97,7 +97,7 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern | Compi
 
 
 def match_data(match: Sequence[Handle]) -> dict[str, Any]:
-    """Return a match as plain data for ``find_by_name``. Constants among its inputs are not converted."""
+    """Return a match as plain data for ``match``. Constants among its inputs are not converted."""
     data: dict[str, Any] = {"nodes": [[path, node.name, node.op, _target(node)] for path, node in match]}
     if isinstance(match, Match):
         data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
@@ -105,7 +105,7 @@ def match_data(match: Sequence[Handle]) -> dict[str, Any]:
     return data
 
 
-def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
+def match(schedule: Schedule, data: Any) -> list[Handle]:
     """Return the match that ``match_data`` described, in the traced modules of a schedule.
 
     Raises:
