@@ -25,8 +25,9 @@ from .modules.forward_arguments import call_arguments, forward_signature, named_
 from .modules.hook_tables import HOOK_TABLES
 from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
-from .registration.entries import Entry, PluginRecord
+from .registration.entries import Entry
 from .registration.lazy_names import lazy_names
+from .registration.plugins import PluginRecord
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
 from .reporting.errors import (
     BuildError,
@@ -41,9 +42,9 @@ from .reporting.errors import (
 from .reporting.logger import get_logger
 from .schedules.journal import Journal, Step
 from .schedules.load_schedule import load_schedule
-from .schedules.schedule import Schedule, ScheduleMetadata, create_schedule
+from .schedules.schedule import Schedule, create_schedule
 from .schedules.serialization import make, round_trip
-from .schedules.steps import savepoint
+from .schedules.steps import ScheduleMetadata, savepoint
 from .schedules.transaction import Transaction
 
 __all__ = [

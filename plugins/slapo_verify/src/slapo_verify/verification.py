@@ -24,14 +24,14 @@ from .comparison.model_results import (
     largest,
     missing_parameters,
 )
+from .comparison.parameter_values import added_parameters
 from .comparison.report import Report
 from .comparison.rounding import is_half, is_rounding_like, tolerance_of, with_dtype, with_rounding
 from .comparison.staged_model import StagedModel, as_built
 from .comparison.tensor_leaves import OpaqueObject
 from .diagnosis.cause import ComparedModels, cause_of, step_of
-from .model_setup.dropouts import dropout_disabled
-from .model_setup.fused_parameters import added_parameters
 from .model_setup.model_copies import copy_model
+from .model_setup.model_rollback import dropout_disabled
 from .ranks.failure_propagation import StrandedError
 from .ranks.thread_ranks import compute_once
 

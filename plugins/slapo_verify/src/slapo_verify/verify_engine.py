@@ -15,11 +15,12 @@ from slapo_core import BuildError, Schedule, VerifyError, forward_signature, nam
 
 from .comparison.equivalence import Difference, Tolerance, difference, named_differences
 from .comparison.model_results import OptimizerFactory, autocast, default_modes
+from .comparison.parameter_values import EXACT
 from .comparison.report import Blame, Report, short_repr
 from .comparison.rounding import check_tolerance, rounding_error, tolerance_of
 from .diagnosis.hints import local_hints
-from .model_setup.dropouts import disable_dropout
 from .model_setup.model_copies import copy_model
+from .model_setup.model_rollback import disable_dropout
 from .ranks.failure_propagation import StrandedError
 from .training_runs.engine_run import EngineRun, Scheduled, gather_over_schedule, schedule_factory
 from .training_runs.reference_run import LossFn, TrainingResults, own_loss, sgd, sum_of_terms
@@ -28,7 +29,6 @@ from .verify import verify
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAPTIVE_FACTOR = 2.0
 """Multiple of the rounding error that is allowed for optimizers that divide by the size of gradients, such as Adam."""
-_EXACT = Tolerance(0.0, 0.0)
 
 
 def verify_engine(
@@ -248,11 +248,8 @@ def _compare_results(
         return wrong
 
     looks = gather_over_schedule((dist.get_rank() if dist.is_initialized() else 0, differences_within(allowed)), sch)
-    far = max(
-        (each for each in differences_within(_EXACT) if each.absolute is not None),
-        key=lambda each: each.absolute or 0.0,
-        default=None,
-    )
+    known = (each for each in differences_within(EXACT) if each.absolute is not None)
+    far = max(known, key=lambda each: each.absolute or 0.0, default=None)
     furthest = max(filter(None, gather_over_schedule(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
     ranks = [rank for rank, wrong in looks if wrong]
     return next((wrong for _, wrong in looks if wrong), []), furthest, ranks
@@ -283,7 +280,9 @@ def _blame(run: EngineRun, target: str, judged: _EngineComparison, expected: Tra
     refusal = next(filter(None, gather_over_schedule(_refusal(run, target), sch)), None)
     suspect = "check=False" if refusal else f"target {target!r}"
     right = f"the schedule alone, in stages and in one process, is right: {suspect} is to blame"
-    option = next((name for name in run.options if name != "precision" and _is_right_without(run, target, name)), None)
+    fewer = {left_out: {name: run.options[name] for name in run.options if name != left_out} for left_out in run.options}
+    others = (name for name in fewer if name != "precision")
+    option = next((name for name in others if _is_right(replace(run, options=fewer[name]), target)), None)
     if option is not None:
         right += f", or {option}={run.options[option]!r}, without which it is right"
     elif run.optimizer is not sgd and _is_right(replace(run, optimizer=sgd), target):
@@ -306,11 +305,6 @@ def _refusal(run: EngineRun, target: str) -> str | None:
     except Exception:  # on all ranks: of what the engine needs
         return None
     return None
-
-
-def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
-    """Return True if a new engine without that option is right. Collective."""
-    return _is_right(replace(run, options={name: value for name, value in run.options.items() if name != option}), target)
 
 
 def _is_right(run: EngineRun, target: str) -> bool:

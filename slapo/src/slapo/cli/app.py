@@ -15,6 +15,7 @@ with signal_handler(exit_immediately):
 
     from slapo_core import SlapoError, default_registry, get_logger
 
+    from ..launch.errors import InterruptedRunError, RankError
     from ..run_data.versions import versions
     from . import listing, train, verify
 
@@ -32,14 +33,17 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for commands in (train, verify, listing):
-        commands.register(app)
+    for command in (train.train, verify.verify, listing.primitives, listing.dialects, listing.plugins):
+        app.command()(command)
     default_registry().call_each("slapo_commands", app=app)
     return app
 
 
 def main() -> None:
-    """Run the command line; an error made on purpose is one sentence on stderr and exit status 2."""
+    """Run the command line; an error made on purpose is one sentence on stderr and exit status 2.
+
+    The error of a rank, or of a signal, has the exit status of the run.
+    """
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     with ExitStack() as signals:
         signals.enter_context(signal_handler(exit_immediately))
@@ -51,6 +55,9 @@ def main() -> None:
             if command not in BUILTIN_COMMANDS:
                 signals.close()
             app(prog_name="slapo")
+        except (RankError, InterruptedRunError) as error:
+            print(f"{error.traceback}slapo: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
         except SlapoError as error:
             print(f"slapo: {error}", file=sys.stderr)
             sys.exit(2)

@@ -31,16 +31,17 @@ _PIPED = 200
 """Columns of a table that goes to no terminal."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(primitives)
-    app.command()(dialects)
-    app.command()(plugins)
-
-
 def primitives(as_json: AsJson = False) -> None:
     """List the primitives: what each does and which distribution it comes from."""
-    _list_entries("primitive", as_json)
+    registry = default_registry()
+    usable = registry.load_all("primitive")
+    rows = [_entry_row(entry, usable[entry.name]) for entry in registry.entries("primitive") if entry.name in usable]
+    problems = [problem for record in registry.records for problem in _problems(record)]
+    if as_json:
+        _print_json({"primitives": rows, "problems": problems})
+    else:
+        _print_table(("name", "summary", "distribution", "version"), rows)
+        _print_problems(problems)
 
 
 def dialects(
@@ -62,9 +63,8 @@ def dialects(
     _print_problems(problems)
     for row, engine in found:
         if engine.note and engine.note not in problems:
-            Console().print(
-                _plain_text(f"! {row['name']}: {engine.note}"), style="yellow" if engine.usable else "red", soft_wrap=True
-            )
+            note = _plain_text(f"! {row['name']}: {engine.note}")
+            Console().print(note, style="yellow" if engine.usable else "red", soft_wrap=True)
         if name and engine.limits:
             Console().print()
             _print_table(("cannot do", "instead"), [{"cannot do": asked, "instead": way} for asked, way in engine.limits])
@@ -83,18 +83,6 @@ def plugins(as_json: AsJson = False) -> None:
     else:
         _print_table(("name", "distribution", "version", "state", "provides"), map(_flat, rows))
         _print_problems(problem for row in rows for problem in row["problems"])
-
-
-def _list_entries(kind: str, as_json: bool) -> None:
-    registry = default_registry()
-    usable = registry.load_all(kind)
-    rows = [_entry_row(entry, usable[entry.name]) for entry in registry.entries(kind) if entry.name in usable]
-    problems = [problem for record in registry.records for problem in _problems(record)]
-    if as_json:
-        _print_json({f"{kind}s": rows, "problems": problems})
-    else:
-        _print_table(("name", "summary", "distribution", "version"), rows)
-        _print_problems(problems)
 
 
 def _entry_row(entry: Entry, target: type) -> dict[str, str]:

@@ -8,17 +8,11 @@ import typer
 
 from ..run_data.settings import TOLERANCES, Settings
 from . import flags
-from .run_errors import reported_run_errors
 
 REFERENCE = (
     "Train the unmodified model in one process as well, and compare: with exit status 1 when, without dropout, the loss of a "
     f"step differs by more than {TOLERANCES['fp32']:g} ({TOLERANCES['bf16']:g} with bf16)."
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the ``slapo`` command line."""
-    app.command("train")(train)
 
 
 def train(
@@ -70,5 +64,4 @@ def train(
     settings.check()
     from ..training.train_run import run_training  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
 
-    with reported_run_errors():
-        run_training(settings)
+    run_training(settings)

@@ -8,15 +8,9 @@ import typer
 
 from ..run_data.settings import Settings, SettingsError
 from . import flags
-from .run_errors import reported_run_errors
 
 _OWN = ("level", "dtype", "against", "clip", "processes", "as_json")
 """Flags that ``slapo train`` lacks."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the ``slapo`` command line."""
-    app.command("verify")(verify)
 
 
 def verify(
@@ -87,8 +81,7 @@ def verify(
     _check(given)
     from ..training.verify_run import VerifySettings, run_verification  # noqa: PLC0415 - as in train
 
-    with reported_run_errors():
-        verdict = run_verification(VerifySettings(**given))
+    verdict = run_verification(VerifySettings(**given))
     typer.echo(verdict.report)
     if not verdict.ok:
         raise typer.Exit(1)

@@ -50,10 +50,8 @@ LOST_CONNECTION_SECONDS = 2.0
 """Seconds that a rank with a lost connection waits before it ends, so that the rank that broke it is seen first."""
 
 FORK_SERVER_MODULES = [
-    "slapo.launch.fork_server_preload",
-    "slapo.training.worker",
-    "torch._dynamo",
-    "transformers.modeling_layers",
+    *("slapo.launch.fork_server_preload", "slapo.training.worker"),
+    *("torch._dynamo", "transformers.modeling_layers"),
 ]
 """Modules that the fork server imports once for all ranks, in this order; optimizers import dynamo, models the layers."""
 
@@ -170,13 +168,10 @@ def _root_cause(folder: Path, failures: dict[int, ProcessFailure]) -> RankError:
     own = [record for record in records if not record["bystander"]]
     silent = [failure for failure in failures.values() if failure.local_rank not in {record["rank"] for record in records}]
     if silent and not own:
-        return RankError(f"rank {silent[0].local_rank} was ended by {_exit_description(silent[0])}; all ranks have ended")
+        end = silent[0].signal_name() if silent[0].exitcode < 0 else f"exit code {silent[0].exitcode}"
+        return RankError(f"rank {silent[0].local_rank} was ended by {end}; all ranks have ended")
     first = min(own or records, key=lambda record: record["time"])
     return RankError(f"rank {first['rank']}: {first['message']}", first["traceback"])
-
-
-def _exit_description(failure: ProcessFailure) -> str:
-    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
 
 
 class LoopbackRendezvous(RendezvousHandler):

@@ -63,10 +63,10 @@ def page(record: RunRecord) -> str:
 <section><h2>Modules and schedule</h2>{module_tree(record)}</section>
 <section class="two">
 <div><h2>Settings</h2>{settings_table(record)}</div>
-<div><h2>Versions</h2>{version_table(record)}</div>
+<div><h2>Versions</h2>{_table(("package", "version"), list(record.versions.items()), "words")}</div>
 </section>
 </main>
-<script type="application/json" id="run">{_json(record.as_dict())}</script>
+<script type="application/json" id="run">{_json(asdict(record))}</script>
 <script>{SCRIPT}</script>
 </body>
 </html>
@@ -178,11 +178,6 @@ def settings_table(record: RunRecord) -> str:
     shown = asdict(record.settings) | {"data": record.source, "schedule": schedule}
     rows = [(key.replace("_", " "), _yes_no(value)) for key, value in shown.items() if value != ""]
     return _table(("setting", "value"), rows, "words")
-
-
-def version_table(record: RunRecord) -> str:
-    """Table of the installed versions."""
-    return _table(("package", "version"), list(record.versions.items()), "words")
 
 
 def _yes_no(value: object) -> object:

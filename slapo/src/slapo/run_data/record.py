@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -100,10 +100,6 @@ class RunRecord:
     def is_refuted(self) -> bool:
         """True if the losses differ from the reference's; never with dropout, as the masks differ."""
         return bool(self.reference) and not self.settings.dropout and not self.is_within_tolerance
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
 
 
 def module_records(model: nn.Module) -> list[ModuleRecord]:

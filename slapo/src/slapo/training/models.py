@@ -26,13 +26,8 @@ from ..run_data.settings import VOCABULARY, Settings, SettingsError
 
 ALIASES = {
     "layers": (
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "num_decoder_layers",
-        "encoder_layers",
-        "decoder_layers",
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        *("num_decoder_layers", "encoder_layers", "decoder_layers"),
     ),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
@@ -74,7 +69,11 @@ def build_model(settings: Settings) -> nn.Module:
 def build_config(settings: Settings) -> PretrainedConfig:
     """The config of ``settings.model`` with the sizes of the settings and a vocabulary of bytes."""
     if settings.model not in KNOWN:
-        raise _unknown(settings.model)
+        near = get_close_matches(settings.model, KNOWN, n=3) or EXAMPLES
+        raise UnknownNameError(
+            f"--model {settings.model}: transformers {transformers.__version__} has no language model of this type; "
+            f"try {', '.join(near)} or another of its {len(KNOWN)}"
+        )
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,14 +148,6 @@ def _accepted_names(config: PretrainedConfig, names: Iterable[str]) -> list[str]
     own = config.to_dict()
     mapped = config.attribute_map
     return list(dict.fromkeys(mapped.get(name, name) for name in names if mapped.get(name, name) in own))
-
-
-def _unknown(name: str) -> UnknownNameError:
-    near = get_close_matches(name, KNOWN, n=3) or EXAMPLES
-    return UnknownNameError(
-        f"--model {name}: transformers {transformers.__version__} has no language model of this type; "
-        f"try {', '.join(near)} or another of its {len(KNOWN)}"
-    )
 
 
 def _reason(err: Exception) -> str:

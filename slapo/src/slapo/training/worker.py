@@ -59,7 +59,10 @@ def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | N
     record = _record(sch, engine, mesh, modules, settings)
     if record is not None:
         record.source, record.losses, record.seconds = corpus.source, losses, seconds
-        _save_schedule(sch, settings)
+        if settings.report:
+            folder = Path(settings.report)
+            folder.mkdir(parents=True, exist_ok=True)
+            sch.save(folder / "schedule.json")
     return record
 
 
@@ -122,13 +125,6 @@ def _record(
         ranks=[rank for rank, _ in gathered],
         timeline=[event for _, events in gathered for event in events],
     )
-
-
-def _save_schedule(sch: Schedule, settings: Settings) -> None:
-    if settings.report:
-        folder = Path(settings.report)
-        folder.mkdir(parents=True, exist_ok=True)
-        sch.save(folder / "schedule.json")
 
 
 MAX_TABLE_ROWS = 50

@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,10 @@ def report_memory(msg: str = "", report_gc: bool = False) -> int:
     """
     if report_gc:
         gc.collect()
-    where = "GPU" if torch.cuda.is_available() else "CPU"
-    used, most = _gpu_memory() if torch.cuda.is_available() else _cpu_memory()
+    if torch.cuda.is_available():
+        where, used, most = "GPU", torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    else:
+        where, (used, most) = "CPU", _cpu_memory()
     _print_on_first_rank(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
     if report_gc:
         for tensor in [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]:
@@ -68,7 +71,7 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
         raise ValueError(f"repeat is {repeat}; give at least 1")
     with _gradients_kept(model):
         forward, back = zip(*(_forward_backward_seconds(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
-    times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
+    times = Times(median_high(forward[1:]), median_high(back[1:]) if backward else None)
     behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
     _print_on_first_rank(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
     return times
@@ -125,14 +128,6 @@ def _seconds(run: Callable[[], Any]) -> tuple[Any, float]:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _median(values: tuple[float, ...]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _gpu_memory() -> tuple[int, int]:
-    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
 
 
 def _cpu_memory() -> tuple[int, int]:

@@ -89,7 +89,10 @@ def build(
         initialise = param_init_fn if isinstance(init_weights, bool) or init_weights is None else init_weights
         with plan.weights(initialise, seed, fill_all=bool(init_weights)):
             engine = plan.engine()
-        _finish_build(sch, target, plan.program, engine)
+        sch.journal.seal()
+        sch._root.program, sch._root.target = plan.program, target
+        with agree_on_error(*_build_ranks(sch)):
+            sch.registry.hook.slapo_after_build(engine=engine)
     return engine
 
 
@@ -216,14 +219,6 @@ def _plan_on_all_ranks(
         lines = [*_program_lines(target, plan), *plan.agreed_lines()]
     compare_across_ranks(lines, *_build_ranks(sch))
     return plan
-
-
-def _finish_build(sch: Schedule, target: str | None, program: Program, engine: Engine) -> None:
-    """Mark the schedule as built, and notify the plugins. Collective."""
-    sch.journal.seal()
-    sch._root.program, sch._root.target = program, target
-    with agree_on_error(*_build_ranks(sch)):
-        sch.registry.hook.slapo_after_build(engine=engine)
 
 
 def _program_lines(target: str | None, plan: BuildPlan) -> list[str]:

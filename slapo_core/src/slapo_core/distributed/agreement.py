@@ -58,7 +58,8 @@ def raise_on_all_ranks(error: Exception | None, mesh: DeviceMesh | None, group: 
         Traceback (most recent call last):
         ValueError: no data
     """
-    failures = [found for found in gather_objects((_global_rank(), _message(error)) if error else None, mesh, group) if found]
+    reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
+    failures = [found for found in gather_objects((_global_rank(), reason) if error else None, mesh, group) if found]
     if error is not None:
         raise error
     if failures:
@@ -109,7 +110,3 @@ def _global_rank() -> int:
 
 def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Discovery and loading of plugins: entry points of the group ``slapo``. One that fails is recorded; the others work.
+"""Discovery and loading of plugins, which are entry points. One that fails is recorded; the others work.
 
 Environment:
     SLAPO_DISABLE_PLUGINS: Entry-point names, separated by commas, that are not imported.
@@ -13,23 +13,80 @@ import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 import pluggy
 
-from .. import hookspecs
 from ..reporting.errors import PluginError, SlapoError, UnknownNameError, failure_reason
 from ..reporting.logger import get_logger
-from .entries import PluginRecord
-
-_ADD_HOOKSPECS = "slapo_add_hookspecs"
 
 
-def discover() -> list[PluginRecord]:
-    """Return the installed plugins, sorted by name. Imports none."""
+@dataclass
+class PluginRecord:
+    """One plugin and the state of its loading.
+
+    Args:
+        name: Entry-point name.
+        entry_point: Its entry point; None for an object that was passed to the registry.
+        plugin: The module or object with the hook implementations; None until it is imported.
+        disabled: True if ``SLAPO_DISABLE_PLUGINS`` names it.
+        loaded: True if its hooks are called.
+        problems: Reasons why it did not load, or why names it provides cannot be used.
+
+    Example:
+        >>> record = next(record for record in default_registry().records if record.name == "core")
+        >>> record.loaded, record.distribution, record.failure
+        (True, 'slapo-core', None)
+    """
+
+    name: str
+    entry_point: importlib.metadata.EntryPoint | None = None
+    plugin: object | None = None
+    disabled: bool = False
+    loaded: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    @cached_property
+    def distribution(self) -> str:
+        """Name of the distribution, read on demand from its metadata file; the plugin's own name if it is not installed."""
+        return self._metadata("Name") or self.name
+
+    @cached_property
+    def version(self) -> str:
+        """Version of the distribution; empty if there is none."""
+        return self._metadata("Version")
+
+    @cached_property
+    def provider(self) -> str:
+        """Distribution and version, e.g. ``"slapo-core 0.1.0"``."""
+        return f"{self.distribution} {self.version}".strip()
+
+    @property
+    def failure(self) -> str | None:
+        """One sentence on why its hooks are not called; None if they are."""
+        failed = f"{self} did not load: {'; '.join(self.problems)}"
+        return f"{self} is disabled by SLAPO_DISABLE_PLUGINS" if self.disabled else None if self.loaded else failed
+
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} ({self.provider})"
+
+    def _metadata(self, key: str) -> str:
+        dist = self.entry_point.dist if self.entry_point else None
+        try:
+            return str(dist.metadata[key] or "") if dist else ""
+        except Exception:  # unreadable metadata must not hide the plugin's own error
+            return ""
+
+
+def discover(group: str) -> list[PluginRecord]:
+    """Return the installed plugins, which are entry points of a group, sorted by name. Imports none."""
     try:
-        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=hookspecs.NAME)]
+        found = [PluginRecord(point.name, point) for point in importlib.metadata.entry_points(group=group)]
     except Exception:  # one malformed entry_points.txt anywhere on the path stops the fast scan
-        found = list(_discover_one_by_one())
+        found = list(_discover_one_by_one(group))
     disabled = {name.strip() for name in os.environ.get("SLAPO_DISABLE_PLUGINS", "").split(",")}
     for record in found:
         record.disabled = record.name in disabled
@@ -39,7 +96,7 @@ def discover() -> list[PluginRecord]:
     return sorted(found, key=lambda record: record.name)
 
 
-def _discover_one_by_one() -> Iterator[PluginRecord]:
+def _discover_one_by_one(group: str) -> Iterator[PluginRecord]:
     seen: set[str] = set()
     for dist in importlib.metadata.distributions():
         name = str(dist)
@@ -47,7 +104,7 @@ def _discover_one_by_one() -> Iterator[PluginRecord]:
             name = dist.metadata["Name"]
             if name not in seen:
                 seen.add(name)
-                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == hookspecs.NAME]
+                yield from [PluginRecord(point.name, point) for point in dist.entry_points if point.group == group]
         except Exception as error:
             get_logger().warning("the entry points of %s cannot be read: %s", name, failure_reason(error))
 
@@ -56,20 +113,21 @@ class Plugins:
     """The plugins of one registry, and the pluggy manager that calls their hooks.
 
     Args:
+        specs: Module with core's hook specifications, and with ``NAME``, the group of the entry points.
         given: Plugin objects to use with core instead of the installed ones. A failure of one of these is raised.
     """
 
-    def __init__(self, given: Iterable[object] | None = None) -> None:
+    def __init__(self, specs: ModuleType, given: Iterable[object] | None = None) -> None:
         self.strict = given is not None or os.environ.get("SLAPO_STRICT_PLUGINS", "0") not in ("", "0")
-        self.manager = pluggy.PluginManager(hookspecs.NAME)
-        self.manager.add_hookspecs(hookspecs)
+        self.manager = pluggy.PluginManager(specs.NAME)
+        self.manager.add_hookspecs(specs)
         self.manager.add_hookcall_monitoring(lambda *call: None, self._add_owner)
-        self.records = discover()
+        self.records = discover(specs.NAME)
         if given is not None:
             own = [PluginRecord(f"{getattr(it, '__name__', type(it).__name__)}#{at}", plugin=it) for at, it in enumerate(given)]
             self.records = [record for record in self.records if record.name == "core"] + own
         # each step for all plugins before the next, since a plugin may specify the hooks of another
-        for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
+        for step in (self._refuse_equal_names, self._import, self._register, self._refuse_unknown_hooks):
             for record in self._loadable_records():
                 with self.guard(record):
                     step(record)
@@ -82,7 +140,13 @@ class Plugins:
         try:
             yield
         except (Exception, SystemExit) as error:
-            self._disable(record, error)
+            record.problems.append(failure_reason(error))
+            record.loaded = False
+            if record.plugin is not None and self.manager.is_registered(record.plugin):
+                self.manager.unregister(record.plugin)
+            if self.strict:
+                raise PluginError(str(record.failure), owner=str(record)) from error
+            get_logger().warning("%s", record.failure)
 
     def hook_error(self, hook: str, plugin: object, error: BaseException) -> tuple[PluginRecord, PluginError]:
         """Return the plugin whose hook raised ``error``, and the error that names it."""
@@ -102,15 +166,6 @@ class Plugins:
     def _loadable_records(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
 
-    def _disable(self, record: PluginRecord, error: BaseException) -> None:
-        record.problems.append(failure_reason(error))
-        record.loaded = False
-        if record.plugin is not None and self.manager.is_registered(record.plugin):
-            self.manager.unregister(record.plugin)
-        if self.strict:
-            raise PluginError(str(record.failure), owner=str(record)) from error
-        get_logger().warning("%s", record.failure)
-
     def _refuse_equal_names(self, record: PluginRecord) -> None:
         same = [other for other in self.records if other.name == record.name and not other.disabled]
         if len(same) > 1:
@@ -118,11 +173,11 @@ class Plugins:
             raise PluginError(f"{names} have the same plugin name; uninstall one", owner=str(record))
 
     def _import(self, record: PluginRecord) -> None:
-        record.plugin = record.entry_point.load() if record.entry_point else record.plugin
-
-    def _add_hookspecs(self, record: PluginRecord) -> None:
-        if self._is_hook_implementation(record.plugin, _ADD_HOOKSPECS):
-            getattr(record.plugin, _ADD_HOOKSPECS)(self.manager)
+        """Import a plugin, and add the hook specifications that it brings."""
+        plugin: Any = record.entry_point.load() if record.entry_point else record.plugin
+        record.plugin = plugin
+        if self._is_hook_implementation(plugin, "slapo_add_hookspecs"):
+            plugin.slapo_add_hookspecs(self.manager)
 
     def _register(self, record: PluginRecord) -> None:
         for name in self._hook_names():

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 
 import pluggy
 
+from .. import hookspecs
 from ..interfaces.codec import Codec
 from ..interfaces.primitive import Primitive
 from ..interfaces.renderable import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
-from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, PluginRecord, class_name, entries_from
-from .plugins import Plugins
+from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
+from .plugins import PluginRecord, Plugins
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
 
@@ -47,7 +48,7 @@ class Registry:
     """Kind of name to the hook that registers it."""
 
     def __init__(self, plugins: Iterable[object] | None = None) -> None:
-        self._plugins = Plugins(plugins)
+        self._plugins = Plugins(hookspecs, plugins)
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         self._loaded: dict[tuple[str, str], Any] = {}
         self._collect()

@@ -144,9 +144,6 @@ def failure_reason(error: BaseException) -> str:
     """
     text = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
     plain = isinstance(error, ImportError | SlapoError | pluggy.PluginValidationError)
-    return (text if plain and text else f"{type(error).__name__}: {text}") + _source_location(error)
-
-
-def _source_location(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_INFRASTRUCTURE)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return (text if plain and text else f"{type(error).__name__}: {text}") + location

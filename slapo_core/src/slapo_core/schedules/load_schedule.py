@@ -77,7 +77,10 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
     place = str(source) if former in (None, model) else f"{source}, saved for a {former} and not a {model}"
     for number, entry in enumerate(data["steps"], 1):
         with error_prefix(f"{place}: step {number}"):
-            _apply_step(schedule, _parse_step(entry), trust)
+            step = _parse_step(entry)
+            handle = schedule[step.path] if step.path else schedule
+            args = [decode(value, trust, schedule) for value in step.args]
+            handle.apply(step.name, *args, **{key: decode(value, trust, schedule) for key, value in step.kwargs.items()})
     if place != str(source):
         get_logger().warning("loaded %s", place)
 
@@ -88,12 +91,6 @@ def _parse_step(entry: Any) -> Step:
         raise ScheduleError(f"not a step: {entry!r}; it needs {', '.join(wanted)}")
     check_names(entry["kwargs"])
     return Step(entry["path"], entry["name"], tuple(entry["args"]), entry["kwargs"])
-
-
-def _apply_step(schedule: Schedule, step: Step, trust: Sequence[str]) -> None:
-    handle = schedule[step.path] if step.path else schedule
-    args = [decode(value, trust, schedule) for value in step.args]
-    handle.apply(step.name, *args, **{key: decode(value, trust, schedule) for key, value in step.kwargs.items()})
 
 
 def _run_python(schedule: Schedule, source: Path, text: str) -> None:

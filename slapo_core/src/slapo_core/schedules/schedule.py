@@ -6,14 +6,13 @@ update of other handles. A handle whose module was removed raises an error.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,74 +26,10 @@ from ..modules.parameters import name_parameters, parameter_facts
 from ..registration.registry import Registry, default_registry, reserve_names
 from ..reporting.errors import ScheduleError, UnknownNameError
 from .journal import Journal, Step
-from .steps import schedule_method, take_step
-from .transaction import Transaction
+from .steps import Root, ScheduleMetadata, schedule_method, take_step
 
 if TYPE_CHECKING:
     from ..interfaces.program import Program
-
-
-@dataclass
-class ScheduleMetadata:
-    """Metadata of one module.
-
-    Args:
-        tie_weights: Top module only: the tied parameters.
-        param_tags: Names of parameter attributes that carry over to a tensor that replaces the parameter; ``annotate`` adds to
-            them.
-        primitives: Name of each primitive applied to this module, to the state that it keeps there. ``"cut_pipeline_stage"`` of
-            the top module has the paths of all cuts, in order.
-        partition_idx: Pipeline stage of the module, if assigned.
-
-    Example:
-        >>> sch = create_schedule(nn.Linear(2, 2)).annotate("weight", "lr_scale", 0.1)
-        >>> sch.metadata.param_tags, sch.metadata.primitives
-        ({'lr_scale'}, {'annotate': None})
-    """
-
-    tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    param_tags: set[str] = field(default_factory=set)
-    primitives: dict[str, Any] = field(default_factory=dict)
-    partition_idx: int | None = None
-
-
-@dataclass(eq=False)
-class Root:
-    """State that all handles of one schedule share."""
-
-    module: nn.Module
-    model: str  # class name of the unmodified model
-    name: str
-    registry: Registry
-    group: dist.ProcessGroup | None
-    mesh: DeviceMesh | None
-    example_inputs: Any
-    journal: Journal = field(default_factory=Journal)
-    holders: Holders = field(default_factory=Holders)
-    metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = field(default_factory=WeakKeyDictionary)
-    transaction: Transaction | None = None
-    children: list[Step] = field(default_factory=list)  # steps that the current step took
-    program: Program | None = None  # result of the last build
-    target: str | None = None  # dialect of the engine that was built from the model
-    handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one per path in use
-
-    @cached_property
-    def mesh_group(self) -> dist.ProcessGroup | None:
-        """The process group of the mesh's ``tp`` axis; None if it has none."""
-        return self.mesh.get_group("tp") if self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ()) else None
-
-    def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
-        """Return the metadata of one module, created on demand."""
-        return self.metadata.get(module) or self.metadata.setdefault(module, ScheduleMetadata())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        """Return a copy of the model with the metadata of its modules and parameters. Its steps cannot be undone."""
-        module, journal = copy.deepcopy(self.module, memo), self.journal.sealed_copy()
-        copied = Root(module, self.model, self.name, self.registry, self.group, self.mesh, self.example_inputs, journal)
-        for known, metadata in self.metadata.items():
-            if id(known) in memo:
-                copied.metadata[memo[id(known)]] = copy.deepcopy(metadata, memo)
-        return copied
 
 
 class _ScheduleClass(type):

@@ -17,7 +17,8 @@ from .engine_checks import promises as of_dialect
 from .examples.case import Case, ConformanceError, registry_of
 from .examples.examples import EngineExample, Example, KernelExample, RuleExample
 from .examples.validation import check_examples_list
-from .numeric_checks import composition, precision
+from .numeric_checks import precision
+from .numeric_checks.composition import COMPOSITION_CHECKS
 from .numeric_checks.numerics import means, numerics
 from .registration import check_documented, check_has_examples, check_lazy_import, check_registered
 from .state_checks.hooks import hooks
@@ -40,22 +41,11 @@ PRIMITIVE_CHECKS: dict[str, Callable[[Case], None]] = {
     "contracts": contracts,
     "hooks": hooks,
     "deepcopy": check_deepcopy,
-    "trace before": composition.trace_before,
-    "trace after": composition.trace_after,
-    "checkpoint before": composition.checkpoint_before,
-    "checkpoint after": composition.checkpoint_after,
+    **COMPOSITION_CHECKS,
 }
 """Checks that run on each example of a primitive."""
 
-CHECKS_IN_BOTH_MODES = {
-    "numerics",
-    "journal",
-    "deepcopy",
-    "trace before",
-    "trace after",
-    "checkpoint before",
-    "checkpoint after",
-}
+CHECKS_IN_BOTH_MODES = {"numerics", "journal", "deepcopy", *COMPOSITION_CHECKS}
 """Checks that compare numbers, in evaluation and in training mode."""
 
 TIMEOUT = 180.0

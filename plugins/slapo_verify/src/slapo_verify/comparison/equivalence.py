@@ -303,19 +303,12 @@ def _tensor_differences(what: str, expected: torch.Tensor, actual: torch.Tensor,
     wrong, allowed = int((~close).sum()), tolerance.absolute(expected, what)
     is_rounded = (allowed or tolerance.rtol) and (expected.is_floating_point() or expected.is_complex())
     bounds = f"; allowed {allowed:.3g} + {tolerance.rtol:g} x before" if is_rounded else ""
-    yield Difference(
-        what,
-        f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
-        f"{_index(error)}, largest relative error {_number(relative)}{bounds}",
-        float(error.max()),
-        float(relative.max()),
-    )
+    place = tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
+    largest = f"largest absolute error {_number(error)} at {place}, largest relative error {_number(relative)}"
+    message = f"{what}: {wrong} of {close.numel()} elements differ; {largest}{bounds}"
+    yield Difference(what, message, float(error.max()), float(relative.max()))
 
 
 def _number(error: torch.Tensor) -> str:
     value = float(error.max())
     return "infinity" if math.isinf(value) else f"{value:.3g}"
-
-
-def _index(error: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))

@@ -13,9 +13,7 @@ from torch import nn
 
 from slapo_core import VerifyError, parameter_facts, rng_state
 
-from ..model_setup.dropouts import same_random_state
-from ..model_setup.fused_parameters import added_parameters
-from ..model_setup.model_rollback import local_batch_statistics, model_rollback
+from ..model_setup.model_rollback import local_batch_statistics, model_rollback, same_random_state
 from ..ranks.failure_propagation import SINGLE_RANK, Ranks
 from .equivalence import (
     Difference,
@@ -28,7 +26,7 @@ from .equivalence import (
     run_model,
     weighted_sum,
 )
-from .parameter_values import EXACT, ExpectedValues, Named, Values, local_part, values_of
+from .parameter_values import EXACT, ExpectedValues, Named, Values, added_parameters, local_part, values_of
 from .tensor_leaves import dense
 
 Loss = Callable[[Any], torch.Tensor | None]

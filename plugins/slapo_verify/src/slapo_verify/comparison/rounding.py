@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,8 @@ def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelRes
 
     ``closely`` measures float32 results, too, since a gradient that is mathematically 0 consists of rounding errors.
     """
-    noise = {f"update of {name!r}": storage_error(each) for name, each in named_all(reference)} if task.level == "step" else {}
+    weights = reference.named_parameters(remove_duplicate=False) if task.level == "step" else ()
+    noise = {f"update of {name!r}": storage_error(each) for name, each in weights if each.is_floating_point()}
     if not is_half(reference) and not closely:
         return replace(task, tolerance=replace(task.tolerance, noise=noise))
     wide = torch.float32 if is_half(reference) else torch.float64
@@ -141,9 +142,3 @@ def _size_of(errors: torch.Tensor) -> float:
 def storage_error(weight: torch.Tensor) -> float:
     """Return the rounding error of the difference of two stored values of a weight: one step at the largest."""
     return torch.finfo(weight.dtype).eps * float(weight.detach().abs().max()) if weight.numel() else 0.0
-
-
-def named_all(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the floating-point parameters under all of their names."""
-    found = model.named_parameters(remove_duplicate=False)
-    return ((name, each) for name, each in found if each.is_floating_point())

@@ -254,13 +254,8 @@ def differing_modules(expected: Outputs, actual: Outputs, tolerance: Tolerance) 
     known = {(path, call): tensors for path, call, tensors in expected}
     found: dict[str, None] = {}
     for path, call, tensors in actual:
-        pairs = list(zip(known.get((path, call), []), tensors, strict=False))
-        if any(_values_differ(one, other, tolerance) for one, other in pairs):
+        pairs = zip(known.get((path, call), []), tensors, strict=False)
+        alike = ((one, other) for one, other in pairs if one.shape == other.shape and one.dtype is other.dtype)
+        if not all(bool(tolerance.accepts(one, other).all()) for one, other in alike):
             found[path] = None
     return list(found)
-
-
-def _values_differ(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    return not bool(tolerance.accepts(one, other).all())

@@ -1,4 +1,4 @@
-"""Rollback of the changes that a run makes to a model and to the process."""
+"""Changes of a model for a comparison, such as dropout off, and rollback of those that a run makes to it and to the process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], No
     Yields:
         A function that raises ``VerifyError`` if the model wrote into a parameter.
     """
-    states = rng_state(), random.getstate(), _numpy_state()
+    numpy: Any = sys.modules.get("numpy")
+    states = rng_state(), random.getstate(), numpy and numpy.random.get_state()
     modes = {module: module.training for module in model.modules()}
     places = [(module, dict(module._buffers), dict(vars(module))) for module in model.modules()]
     kept = {tensor: tensor.detach().clone() for tensor in (*model.buffers(), *_renormalised_weights(model))}
@@ -52,8 +54,8 @@ def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], No
             parameter.grad = gradient
         set_rng_state(states[0])
         random.setstate(states[1])
-        if states[2] is not None:
-            sys.modules["numpy"].random.set_state(states[2])
+        if numpy is not None:
+            numpy.random.set_state(states[2])
 
 
 def _check_unwritten(model: nn.Module, versions: Mapping[nn.Parameter, int]) -> None:
@@ -80,11 +82,6 @@ def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
             del vars(module)[name]
 
 
-def _numpy_state() -> Any:
-    loaded: Any = sys.modules.get("numpy")
-    return None if loaded is None else loaded.random.get_state()
-
-
 @contextmanager
 def local_batch_statistics(model: nn.Module) -> Iterator[None]:
     """Make BatchNorms with statistics over all replicas use their own batch, in a ``with`` block.
@@ -101,3 +98,39 @@ def local_batch_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for each, group in zip(wrappers, groups, strict=True):
             each.group = group
+
+
+def disable_dropout(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """Set the probability of every dropout to 0: of torch's modules, and of attributes of modules and their configs.
+
+    Returns:
+        The changed attributes: their holder, name, and former value.
+    """
+    found: list[tuple[Any, str, float]] = []
+    for module in model.modules():
+        holders = [module, *(each for name in ("config", "cfg") if (each := vars(module).get(name)) is not None)]
+        for holder in holders:
+            is_dropout = isinstance(holder, nn.modules.dropout._DropoutNd)
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if ("drop" in name or (is_dropout and name == "p")) and type(value) is float and value > 0:
+                    found.append((holder, name, value))
+                    setattr(holder, name, 0.0)
+    return found
+
+
+@contextmanager
+def dropout_disabled(*models: nn.Module) -> Iterator[int]:
+    """Disable dropout in a ``with`` block; yields the number of dropouts."""
+    found = [each for model in models for each in disable_dropout(model)]
+    try:
+        yield len(found)
+    finally:
+        for holder, name, value in reversed(found):
+            setattr(holder, name, value)
+
+
+def same_random_state(one: Any, other: Any) -> bool:
+    """Return True if nothing was drawn between two results of ``rng_state``."""
+    ours, theirs = (torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other))
+    equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)  # noqa: E731
+    return len(ours) == len(theirs) and all(map(equal, ours, theirs))

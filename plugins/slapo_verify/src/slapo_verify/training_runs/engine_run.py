@@ -16,8 +16,8 @@ from slapo_training.distributed import full_state, over_group
 
 from ..comparison.model_results import OptimizerFactory
 from ..comparison.report import short_repr
-from ..model_setup.dropouts import disable_dropout
 from ..model_setup.model_copies import copy_model, fresh_schedule, replay
+from ..model_setup.model_rollback import disable_dropout
 from ..ranks.failure_propagation import Ranks
 from .reference_run import LossFn, TrainingResults, to_double, train_reference
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from slapo_core import VerifyError, call_arguments, rng_state, set_rng_state
 
 from ..comparison.model_results import OptimizerFactory
-from ..model_setup.dropouts import same_random_state
 from ..model_setup.model_copies import copy_model
+from ..model_setup.model_rollback import same_random_state
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 

@@ -16,27 +16,8 @@ from slapo_tracing.nodes import wrap_forward
 from ..examples.case import Case, check_sentence
 
 
-def trace_before(case: Case) -> None:
-    """Check that the step on a traced model has the same effect, or is refused."""
-    _check_composition(case, "trace", _trace, first=True)
-
-
-def trace_after(case: Case) -> None:
-    """Check that the scheduled model can be traced, or that this is refused."""
-    _check_composition(case, "trace", _trace, first=False)
-
-
-def checkpoint_before(case: Case) -> None:
-    """Check that the step on a checkpointed module has the same effect, or is refused."""
-    _check_composition(case, "checkpoint", _checkpoint, first=True)
-
-
-def checkpoint_after(case: Case) -> None:
-    """Check that the module can be checkpointed after the step, or that this is refused."""
-    _check_composition(case, "checkpoint", _checkpoint, first=False)
-
-
 def _check_composition(case: Case, word: str, other: Callable[[Case, Schedule], Any], *, first: bool) -> None:
+    """Check that the step has the same effect after another primitive (``first``), or before it, or that this is refused."""
     schedule = case.begin(plain=first)
     actions: list[tuple[str, Callable[[], Any]]] = [
         (f"the step after {word}()" if first else "the step", partial(case.step, schedule)),
@@ -79,3 +60,11 @@ def _checkpoint(case: Case, schedule: Schedule) -> None:
 
 def _call_with_recomputation(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(call, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else call(*args, **kwargs)
+
+
+COMPOSITION_CHECKS: dict[str, Callable[[Case], None]] = {
+    f"{word} {'before' if first else 'after'}": partial(_check_composition, word=word, other=other, first=first)
+    for word, other in (("trace", _trace), ("checkpoint", _checkpoint))
+    for first in (True, False)
+}
+"""Checks of the step after and before the primitives."""

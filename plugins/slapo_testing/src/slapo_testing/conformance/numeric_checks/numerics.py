@@ -207,15 +207,15 @@ def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, tor
     total = weighted_sum(model(*args, **kwargs))
     if total is not None:
         total.backward()  # type: ignore[no-untyped-call]
-    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _original_parameters(model) if tensor.grad is not None}
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        name: (tensor, dense(tensor.grad))
+        for own, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.grad is not None
+        for name in parameter_facts(tensor).names or (own,)
+    }
     for parameter in model.parameters():
         parameter.grad = None
     return found
-
-
-def _original_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield from ((original, parameter) for original in parameter_facts(parameter).names or (name,))
 
 
 def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:

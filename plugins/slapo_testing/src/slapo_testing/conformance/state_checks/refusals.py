@@ -19,7 +19,9 @@ def refusals(case: Case) -> None:
     for refused in case.example.refused:
         _refuse(case, refused, f"{case.name}({_argument_text(refused)})")
     _refuse_other_modules(case)
-    _refuse_second_call(case)
+    schedule = case.begin()
+    case.step(schedule)
+    _works_or_refuses(case, schedule, case.example.path, "the same call once more")
     _refuse_meta_model(case)
 
 
@@ -46,12 +48,6 @@ def _refuse_other_modules(case: Case) -> None:
         if path != case.example.path:
             where = f"{path!r}, a {type(module).__name__}," if path else "the whole model"
             _works_or_refuses(case, schedule, path, f"the same call on {where}")
-
-
-def _refuse_second_call(case: Case) -> None:
-    schedule = case.begin()
-    case.step(schedule)
-    _works_or_refuses(case, schedule, case.example.path, "the same call once more")
 
 
 def _refuse_meta_model(case: Case) -> None:
