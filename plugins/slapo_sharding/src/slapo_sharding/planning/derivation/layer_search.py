@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_tracing.nodes import function_name, is_opaque
 
-from ...rules.convolutions import channel_dim
+from ...rules.channels import channel_dim
 from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
