@@ -30,7 +30,7 @@ from .planning.published_plan import (
 )
 from .rules.parametrizations import parametrization_of
 from .rules.rulebook import describe_class, rules_of
-from .rules.sharding_rule import Cut, split_of
+from .rules.sharding_rule import Cut, returns_shard, split_of
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
 from .splitting.persistent_hooks import trainable
@@ -135,7 +135,8 @@ def _split(
         if plan is None:
             split_plan_gaps(schedule)
     if schedule.world_size > 1:  # refuse later requests for optional outputs that are sharded
-        split = any(map(attention_heads.has_local_heads, schedule.mod.modules()))
+        attentions = filter(attention_heads.is_attention, schedule.mod.modules())
+        split = any(returns_shard(inside) for attention in attentions for inside in attention.modules())
         extras = (*((HIDDEN_STATES,) if sequence_parallel else ()), *((ATTENTIONS,) if split else ()))
         if extras:
             schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
