@@ -27,6 +27,4 @@ def slapo_add_hookspecs(manager: Any) -> None:
 @hookimpl(trylast=True)
 def slapo_shard_rules() -> list[str]:
     """Return the rules for modules of torch and Transformers."""
-    return [
-        f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")
-    ]
+    return [f"slapo_sharding.rules.{kinds}:RULES" for kinds in ("layers", "channels", "experts", "multihead_attention")]

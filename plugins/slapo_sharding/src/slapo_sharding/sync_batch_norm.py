@@ -133,12 +133,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        group: Group,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: Group
     ) -> tuple[torch.Tensor, ...]:
         wide = torch.promote_types(x.dtype, torch.float32)
         count, mean, squares = _combined_statistics(x.to(wide), group)

@@ -15,7 +15,6 @@ from slapo_tracing.graphs import as_untraced
 from .planning.derivation.replicated_modules import first_rank_only, plan_error
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
-from .planning.dry_run.layout_records import NOT_DIVISIBLE
 from .planning.execution import layer_backends, rng_forks
 from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
 from .planning.execution.plan_steps import fork_stack, group_by_parent, reduce_shared_gradients, split_stack
@@ -31,7 +30,7 @@ from .planning.published_plan import (
 )
 from .rules.parametrizations import parametrization_of
 from .rules.rulebook import describe_class, rules_of
-from .rules.sharding_rule import Cut, split_of
+from .rules.sharding_rule import Cut, returns_shard, split_of
 from .splitting import attention_heads
 from .splitting.module_paths import without_block_numbers
 from .splitting.persistent_hooks import trainable
@@ -123,7 +122,7 @@ def _split(
     derived = steps is None
     if steps is None:
         steps = apply_derived_plan(schedule, sequence_parallel, _vocabulary(schedule))
-    elif plan is not None and (shown := _apply_as_derived(schedule, steps)):
+    elif plan is not None and (shown := apply_given_plan(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True
     if parallel_loss:
@@ -136,36 +135,11 @@ def _split(
         if plan is None:
             split_plan_gaps(schedule)
     if schedule.world_size > 1:  # refuse later requests for optional outputs that are sharded
-        split = any(map(attention_heads.has_local_heads, schedule.mod.modules()))
+        attentions = filter(attention_heads.is_attention, schedule.mod.modules())
+        split = any(returns_shard(inside) for attention in attentions for inside in attention.modules())
         extras = (*((HIDDEN_STATES,) if sequence_parallel else ()), *((ATTENTIONS,) if split else ()))
         if extras:
             schedule.mod.register_forward_hook(OptionalOutputGuard(schedule.path, extras), with_kwargs=True)
-
-
-def _apply_as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
-    """Apply the layers of a given plan like a derived one, if the model's forward verifies it.
-
-    Steps of styles for layers that gather, scatter or reduce by themselves are left to the caller.
-
-    Returns:
-        The paths that were applied: all, or none.
-    """
-    done = {path for path, style in steps.items() if style in (*BESIDE_SHARDED, "replicated_with_grad_allreduce")}
-    traced = schedule.world_size > 1 and schedule.example_inputs is not None and not isinstance(schedule.mod, fx.GraphModule)
-    split = any(is_sharded(value) for value in schedule.mod.parameters())
-    if not traced or split or "moe_tp_experts" in steps.values():
-        return set()
-    styles = {path: steps[path] for path in done if steps[path] in BESIDE_SHARDED}
-    outputs = {path: "sharded" if style.endswith("colwise") else "reduced" for path, style in styles.items()}
-    if not outputs:
-        return set()
-    reason = apply_given_plan(schedule, outputs)
-    if reason is None:
-        return done
-    message = "tensor_parallel(%r): the plan is followed to the letter, as the model's forward does not show it right: %s"
-    log = get_logger().debug if NOT_DIVISIBLE in reason else get_logger().warning
-    log(message, schedule.path, reason, extra=first_rank_only(schedule))
-    return set()
 
 
 def _vocabulary(schedule: Schedule) -> dict[str, str]:
@@ -179,19 +153,16 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
     above: Schedule | None = schedule
     while above is not None and "tensor_parallel" not in above.metadata.primitives:
         above = above.parent
-    message = None
     hooked = next((path for path, module in inside.items() if module._forward_hooks), None)
     if hooked is not None and any(getattr(module, "gradient_checkpointing", False) for module in inside.values()):
-        message = (
-            f"the model recomputes by itself, which has put a hook on {hooked!r} that would see a part only; "
-            "take it without gradient_checkpointing_enable(), and call checkpoint() on its layers afterwards"
-        )
-    elif plan is None and split and above is not None:
-        message = f"already tensor-parallel, {split[0]!r} is split; undo that step first, or shard by hand what it left whole"
-    elif plan is None and split:
-        message = f"{split[0]!r} is sharded already; call tensor_parallel before shard, or give plan= for what is still whole"
-    if message is not None:
-        raise plan_error(schedule, message)
+        what = f"the model recomputes by itself, which has put a hook on {hooked!r} that would see a part only"
+        remedy = "take it without gradient_checkpointing_enable(), and call checkpoint() on its layers afterwards"
+        raise plan_error(schedule, f"{what}; {remedy}")
+    if plan is None and split:
+        what = f"{split[0]!r} is sharded already; call tensor_parallel before shard, or give plan= for what is still whole"
+        if above is not None:
+            what = f"already tensor-parallel, {split[0]!r} is split; undo that step first, or shard by hand what it left whole"
+        raise plan_error(schedule, what)
 
 
 def _steps_of_plan(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
@@ -221,15 +192,13 @@ def _warn_of_unknown_style(schedule: Schedule) -> None:
 
 
 def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
-    message = None
+    error = partial(plan_error, schedule)
     if plan is not None:
-        message = "a plan that splits the sequence is derived from the model; leave out plan, or sequence_parallel"
-    elif isinstance(schedule.mod, fx.GraphModule):
-        message = "the model's graph was rewritten; call tensor_parallel before trace"
-    elif schedule.example_inputs is None:
-        message = "where the sequence can be split shows when the model runs; give example_inputs to create_schedule"
-    if message is not None:
-        raise plan_error(schedule, message)
+        raise error("a plan that splits the sequence is derived from the model; leave out plan, or sequence_parallel")
+    if isinstance(schedule.mod, fx.GraphModule):
+        raise error("the model's graph was rewritten; call tensor_parallel before trace")
+    if schedule.example_inputs is None:
+        raise error("where the sequence can be split shows when the model runs; give example_inputs to create_schedule")
 
 
 def _plan_problem(plan: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -51,7 +51,13 @@ def load_full_state(module: nn.Module, state: Mapping[str, torch.Tensor], *, str
     named = dict([*module.named_parameters(), *module.named_buffers()])
     keys = original_keys(named.items())
     given = {name: [key for key in keys[name] if key in state] for name in named}
-    problems = list(_problems(named, given, state))
+    problems: list[str] = []
+    for name, names in given.items():
+        for key in names:
+            if problem := _problem(named[name], state[key]):
+                problems.append(f"{key!r}: {problem}")
+            elif state[key] is not state[names[0]] and not torch.equal(state[key], state[names[0]]):
+                problems.append(f"{names[0]!r} and {key!r} are tied and differ")
     if strict:
         parameters = dict(module.named_parameters())
         missing = [keys[name][0] for name in parameters if not given[name]]
@@ -62,17 +68,6 @@ def load_full_state(module: nn.Module, state: Mapping[str, torch.Tensor], *, str
     for name, names in given.items():
         if names:
             _write(named[name], state[names[0]])
-
-
-def _problems(
-    named: Mapping[str, torch.Tensor], given: Mapping[str, list[str]], state: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
-    for name, names in given.items():
-        for key in names:
-            if problem := _problem(named[name], state[key]):
-                yield f"{key!r}: {problem}"
-            elif state[key] is not state[names[0]] and not torch.equal(state[key], state[names[0]]):
-                yield f"{names[0]!r} and {key!r} are tied and differ"
 
 
 def _problem(tensor: torch.Tensor, full: torch.Tensor) -> str | None:

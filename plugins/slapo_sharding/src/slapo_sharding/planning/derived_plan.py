@@ -9,7 +9,7 @@ from torch import fx, nn
 from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_sharded, savepoint, split_inputs
 from slapo_tracing.nodes import is_opaque, own_forward
 
-from ..rules.norms import counts_channels_only
+from ..rules.channels import counts_channels_only
 from ..rules.parametrizations import no_parametrization_in_forward
 from ..rules.rulebook import rules_of
 from ..rules.sharding_rule import split_of

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from slapo_core import Schedule, ScheduleError, TraceError, is_sharded, savepoint
+from slapo_core import Schedule, ScheduleError, TraceError, get_logger, is_sharded, savepoint
 
 from ..rules.layers import is_conv1d
 from ..rules.rulebook import Rulebook
@@ -30,9 +30,10 @@ from ..splitting import attention_heads
 from ..splitting.module_paths import ancestors, without_block_numbers
 from .derivation.flat_graphs import layer_paths
 from .derivation.layer_search import DerivedPlan
-from .derivation.replicated_modules import PlanConflict, ReplicatedModules, log_replicated_attentions
+from .derivation.replicated_modules import PlanConflict, ReplicatedModules, first_rank_only, log_replicated_attentions
 from .derivation.vocabulary import vocabulary_modules
 from .derived_plan import apply_derived_plan, apply_plan
+from .dry_run.layout_records import NOT_DIVISIBLE
 
 BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 """Styles of modules with sharded inputs or outputs: parameters beside them may meet sharded values."""
@@ -99,29 +100,37 @@ def head_norms(model: nn.Module, steps: Mapping[str, str]) -> Iterator[str]:
             yield path
 
 
-def apply_given_plan(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
+def apply_given_plan(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
     """Split the layers of a given plan like those of a derived plan, if the model's own forward verifies it.
 
     Whole sizes in the code are then divided, fused projections are split block by block, and the gradients of parameters that
-    meet sharded values are reduced.
-
-    Args:
-        schedule: Schedule of the module. It has example inputs, and nothing in it is split yet.
-        outputs: Path of each layer of the plan, to its output as in ``LayerSplit``. All other layers stay whole.
+    meet sharded values are reduced. All other layers stay whole. Steps of styles for layers that gather, scatter or reduce by
+    themselves are left to the caller.
 
     Returns:
-        None if the steps were applied, else the reason why the plan cannot be verified. The module is unchanged then.
+        The paths that were applied: all, or none. The module is unchanged then.
     """
+    done = {path for path, style in steps.items() if style in (*BESIDE_SHARDED, "replicated_with_grad_allreduce")}
+    traced = schedule.world_size > 1 and schedule.example_inputs is not None and not isinstance(schedule.mod, fx.GraphModule)
+    split = any(is_sharded(value) for value in schedule.mod.parameters())
+    if not traced or split or "moe_tp_experts" in steps.values():
+        return set()
+    styles = {path: steps[path] for path in done if steps[path] in BESIDE_SHARDED}
+    outputs = {path: "sharded" if style.endswith("colwise") else "reduced" for path, style in styles.items()}
+    if not outputs:
+        return set()
     replicated = ReplicatedModules({path: "the plan leaves it out" for path in layer_paths(schedule) if path not in outputs})
     try:
         with savepoint(schedule):
             check = partial(_check_outputs, schedule, outputs)
             apply_plan(schedule, replicated, sequence_parallel=False, splits_more=True, accept=check)
-    except PlanConflict as err:
-        return err.reason
+        return done
     except (ScheduleError, TraceError) as err:
-        return str(err)
-    return None
+        reason = err.reason if isinstance(err, PlanConflict) else str(err)
+    message = "tensor_parallel(%r): the plan is followed to the letter, as the model's forward does not show it right: %s"
+    log = get_logger().debug if NOT_DIVISIBLE in reason else get_logger().warning
+    log(message, schedule.path, reason, extra=first_rank_only(schedule))
+    return set()
 
 
 def _check_outputs(schedule: Schedule, outputs: Mapping[str, str], derived: DerivedPlan) -> None:

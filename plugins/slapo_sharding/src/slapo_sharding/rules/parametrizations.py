@@ -134,18 +134,21 @@ def _follows_in_case(functions: nn.Module, shapes: Mapping[str, torch.Size], dim
         return False
     pieces = min(pieces, *sizes)
     for number in {0, 1, pieces - 1}:
-        parts = {name: _piece(tensor.detach(), dim, pieces, number).clone().requires_grad_() for name, tensor in given.items()}
+        parts = {
+            name: piece_of(tensor.detach(), dim, pieces, number).clone().requires_grad_() for name, tensor in given.items()
+        }
         part = functional_call(copy.deepcopy(functions), parts)
-        if not torch.allclose(part, _piece(whole, dim, pieces, number)):
+        if not torch.allclose(part, piece_of(whole, dim, pieces, number)):
             return False
-        found = torch.autograd.grad(part, [*parts.values()], _piece(weights, dim, pieces, number))
+        found = torch.autograd.grad(part, [*parts.values()], piece_of(weights, dim, pieces, number))
         pairs = zip(found, wanted, strict=True)
-        if not all(torch.allclose(one, _piece(other, dim, pieces, number)) for one, other in pairs):
+        if not all(torch.allclose(one, piece_of(other, dim, pieces, number)) for one, other in pairs):
             return False
     return True
 
 
-def _piece(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Tensor:
+def piece_of(tensor: torch.Tensor, dim: int, pieces: int, number: int) -> torch.Tensor:
+    """Return one of several pieces of a tensor along a dimension."""
     return tensor.tensor_split(pieces, dim)[number]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..communication.sharded_weight_norm import given_norms, recorded_norms, reduced_norms
+from .parametrizations import piece_of
 from .sharding_rule import Cut, applied_cut, holder_of, tensor_of
 
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
@@ -226,7 +227,7 @@ class ProjectionProbe:
         wanted = _gradients(out, whole, x, weights)
         parts, columns = [], cut.output == "sharded"
         modules = [self._part(cut, ranks, rank, source).train(training) for rank in range(ranks)]
-        given_parts = [x.detach() if columns else _share(x.detach(), -1, ranks, rank).clone() for rank in range(ranks)]
+        given_parts = [x.detach() if columns else piece_of(x.detach(), -1, ranks, rank).clone() for rank in range(ranks)]
         norms: list[torch.Tensor] = []
         if cut.forward in _WITH_NORMS:
             of_ranks = [self._norms(*each) for each in zip(modules, given_parts, strict=True)]
@@ -234,7 +235,7 @@ class ProjectionProbe:
         for rank, (module, own) in enumerate(zip(modules, given_parts, strict=True)):
             with given_norms(norms):
                 part = module(own.requires_grad_())
-            grads = _gradients(part, module, own, _share(weights, -1, ranks, rank) if columns else weights)
+            grads = _gradients(part, module, own, piece_of(weights, -1, ranks, rank) if columns else weights)
             parts.append((part, grads))
         outs = [part for part, _ in parts]
         if _differs(torch.cat(outs, -1) if columns else torch.stack(outs).sum(0), out):
@@ -252,7 +253,7 @@ class ProjectionProbe:
         for name, dim in cut.dims.items():
             whole = tensor_of(source, name)
             assert whole is not None
-            _replace_tensor(module, name, _share(whole, dim, ranks, rank).clone())
+            _replace_tensor(module, name, piece_of(whole, dim, ranks, rank).clone())
         for name in cut.attributes:
             setattr(module, name, self.widths[cut.output] // ranks)
         if cut.forward in _ADDING:
@@ -286,10 +287,6 @@ def _gradients(out: torch.Tensor, module: nn.Module, x: torch.Tensor, weights: t
     named = {"": x, **{name: each for name, each in module.named_parameters() if each.is_floating_point()}}
     grads = torch.autograd.grad(out, [*named.values()], weights, allow_unused=True, materialize_grads=True)
     return dict(zip(named, grads, strict=True))
-
-
-def _share(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tensor:
-    return tensor.tensor_split(ranks, dim)[rank]
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from slapo_core import PluginError, Registry, Schedule, default_registry, failur
 from slapo_tracing.nodes import as_layer
 from slapo_training.model import is_wrapper_subclass
 
-from .convolutions import channel_dim
+from .channels import channel_dim
 from .parametrizations import parametrization_of, restricted_rule
 from .projections import projection_rule
 from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as, tensor_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..communication import shard_ranges
-from ..rules.sharding_rule import applied_cut, returns_shard, split_of
+from ..rules.sharding_rule import applied_cut, split_of
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -181,11 +181,6 @@ def norms_heads(owner: nn.Module, child: str) -> bool:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention, by the name of its class or a child that makes heads."""
     return "attention" in type(module).__name__.lower() or any(makes_heads(module, child) for child in module._modules)
-
-
-def has_local_heads(module: nn.Module) -> bool:
-    """Return whether a module is an attention whose heads are sharded."""
-    return is_attention(module) and any(map(returns_shard, module.modules()))
 
 
 def replicated_attentions(root: nn.Module) -> Iterator[str]:

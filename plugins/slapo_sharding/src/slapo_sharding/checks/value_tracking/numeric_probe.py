@@ -59,11 +59,7 @@ def _shares_of_ones(call: OpCall) -> list[list[float]]:
 
 
 def _arguments(
-    call: OpCall,
-    attempt: Sequence[Any],
-    numbers: Mapping[int, torch.Tensor],
-    ones: Sequence[float],
-    generator: torch.Generator,
+    call: OpCall, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor], ones: Sequence[float], generator: torch.Generator
 ) -> list[list[Any]]:
     """Return random arguments for the global values, then those of each rank."""
     whole, parts = list(attempt), [list(call.leaves) for _ in ones]

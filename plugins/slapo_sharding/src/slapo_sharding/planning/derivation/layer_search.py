@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_tracing.nodes import function_name, is_opaque
 
-from ...rules.convolutions import channel_dim
+from ...rules.channels import channel_dim
 from ...splitting.module_paths import ancestors, without_block_numbers
 from ...syncs.sharded_norms import norm_of
 from ..dry_run.layout_adaptation import may_cut, may_reduce, needs_statistics
@@ -65,19 +65,9 @@ class DerivedPlan:
         return len(self.splits) + len(self.parameters)
 
 
-def derive_plan(
-    traced: fx.GraphModule,
-    mesh: DeviceMesh,
-    is_layer: Callable[..., bool],
-    is_table: Callable[[nn.Module], bool],
-    replicated_modules: Collection[nn.Module] = (),
-    adapts: Adapts = "",
-    opaque: Collection[str] = (),
-    unadapted: Collection[str] = (),
-    whole_parameters: Collection[str] = (),
-    branches: Collection[Branches] = (),
-) -> DerivedPlan:
-    """Return the plan that splits as many layers as possible.
+@dataclass
+class LayerSearch:
+    """Search for the plan that splits as many layers as possible.
 
     Args:
         traced: Flat graph of the model in which no layer and no table is inlined.
@@ -87,32 +77,30 @@ def derive_plan(
         is_table: Returns whether a module is an embedding that can be split along its output. A table is split where that
             helps: one of position biases has one column per head.
         replicated_modules: Modules that are never split.
+        opaque: Paths of modules that cannot be traced.
+        whole_parameters: Names of parameters that are not split, and paths of modules whose parameters are not split.
         adapts: Whole values that may be cut where they meet sharded ones: parameters and constants, or all, with reduced
             gradients.
-        opaque: Paths of modules that cannot be traced.
         unadapted: Paths, without block numbers, of modules whose forwards cut no whole values.
-        whole_parameters: Names of parameters that are not split, and paths of modules whose parameters are not split.
         branches: Branches that ranks run some each, if their results fit.
     """
-    own = {name for each in branches for names in each.parameters for name in names}
-    options = direct_parameters(traced, {*whole_parameters, *own}) if adapts == "all" else {}
-    return _Search(traced, mesh, is_layer, is_table, replicated_modules, adapts, opaque, unadapted, options, [*branches]).run()
 
-
-@dataclass
-class _Search:
     traced: fx.GraphModule
     mesh: DeviceMesh
     is_layer: Callable[..., bool]
     is_table: Callable[[nn.Module], bool]
     replicated_modules: Collection[nn.Module]
-    adapts: Adapts
     opaque: Collection[str]
-    unadapted: Collection[str]
-    options: dict[str, list[ParameterSplit]]  # remaining splits to try for each parameter
-    branches: list[Branches]
+    whole_parameters: Collection[str]
+    adapts: Adapts = ""
+    unadapted: Collection[str] = ()
+    branches: Collection[Branches] = ()
 
     def __post_init__(self) -> None:
+        own = {name for each in self.branches for names in each.parameters for name in names}
+        self.options: dict[str, list[ParameterSplit]] = {}  # remaining splits to try for each parameter
+        if self.adapts == "all":
+            self.options = direct_parameters(self.traced, {*self.whole_parameters, *own})
         self.calls = calls_by_path(self.traced.graph)
         named = {path: self.traced.get_submodule(path) for path in self.calls}
         named = {path: module for path, module in named.items() if module not in self.replicated_modules}
@@ -133,6 +121,7 @@ class _Search:
         self.unfused_reasons: dict[str, str] = {}
 
     def run(self) -> DerivedPlan:
+        """Return the plan."""
         while True:
             parameters = {name: splits[0] for name, splits in self.options.items()}
             for each in self.branches:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core import Schedule, TraceError, get_logger
 
@@ -33,7 +34,7 @@ from ..local_sizes.local_attributes import Difference
 from ..local_sizes.local_forward import GraphCache, LocalForward, LocalForwardPlan
 from ..sequence.sequence_search import SequenceSplitError, split_sequence
 from .flat_graphs import in_graph, layer_paths, trace_flat
-from .layer_search import DerivedPlan, derive_plan
+from .layer_search import DerivedPlan, LayerSearch
 from .replicated_key_heads import (
     ReplicatedKeyHeads,
     find_key_heads,
@@ -76,14 +77,12 @@ def _derive_from(
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | replicated.modules(schedule.mod)
     with with_replicated_heads(schedule.mod, copies, rules):
         wide = trace_flat(schedule, replicated) if copies else traced
-        rederive = partial(
-            derive_plan,
-            is_layer=rules.is_layer,
-            is_table=rules.is_table,
-            replicated_modules=in_graph(left, schedule.mod, wide),
-            opaque=replicated.opaque,
-            whole_parameters={*replicated.layers, *calls_by_path(wide.graph)},
-        )
+        whole = {*replicated.layers, *calls_by_path(wide.graph)}
+        given = rules.is_layer, rules.is_table, in_graph(left, schedule.mod, wide), replicated.opaque, whole
+
+        def rederive(graph: fx.GraphModule, ranks: DeviceMesh, **options: Any) -> DerivedPlan:
+            return LayerSearch(graph, ranks, *given, **options).run()
+
         derived = rederive(wide, mesh)
         plans = [derived]
         if replicated.adapts and not copies:

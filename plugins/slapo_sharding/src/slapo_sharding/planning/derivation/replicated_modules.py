@@ -130,9 +130,7 @@ def _block(path: str) -> str:
     return next((outer for outer in reversed([*ancestors(path)]) if without_block_numbers(outer) != outer), path)
 
 
-def log_replicated(
-    schedule: Schedule, derived: DerivedPlan, conflicts: Collection[str] = (), done: Collection[str] = ()
-) -> None:
+def log_replicated(schedule: Schedule, derived: DerivedPlan, conflicts: Collection[str], done: Collection[str]) -> None:
     """Log what stays whole, once for identical modules.
 
     Attentions, sizes that are not divisible, and modules without any split are warnings. ``conflicts`` are the layers that stay

@@ -8,7 +8,7 @@ from torch import fx
 
 from slapo_tracing.nodes import function_name
 
-from ...rules.convolutions import channel_dim
+from ...rules.channels import channel_dim
 from ..dry_run.node_values import has_gradient
 
 _SUMS = ("add", "add_", "iadd", "sub", "sub_", "isub", "__add__", "__radd__")

@@ -20,8 +20,7 @@ from slapo_core import TraceError
 from slapo_tracing.nodes import expect, function_name, set_state
 
 from ...communication._torch_private import no_redistribution
-from ...rules.convolutions import channel_dim
-from ...rules.norms import counts_channels_only, has_batch
+from ...rules.channels import channel_dim, counts_channels_only, has_batch
 from ...syncs.sharded_norms import norm_of
 from .fused_outputs import FusedOutput, propagate_fused
 from .layout_adaptation import in_full_precision, may_reduce, run_on_cut_values

@@ -123,13 +123,10 @@ def _reduce_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
         module, x = layouts.fetch_attr(str(node.target)), node.all_input_nodes[0]
         function = norm_of(module)
         with graph.inserting_before(node):
-            held = {
-                name: _new_call(
-                    node, local_part, _new_call(node, all_reduce_grad, graph.get_attr(f"{node.target}.{name}"), group), 0, group
-                )
-                for name in ("weight", "bias")
-                if module._parameters.get(name) is not None
-            }
+            held = dict[str, fx.Node]()
+            for name in (name for name in ("weight", "bias") if module._parameters.get(name) is not None):
+                summed = _new_call(node, all_reduce_grad, graph.get_attr(f"{node.target}.{name}"), group)
+                held[name] = _new_call(node, local_part, summed, 0, group)
         made = _new_call(node, function, group, x, module.normalized_shape)
         made.kwargs = {**held, "eps": module.eps}
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 AttributeKey = tuple[int, str]
 """Id of the module or config that holds an attribute, and the name of the attribute."""
 
+PossibleValues = Callable[[Mapping[AttributeKey, int]], set[int]]
 _GIVEN = "sizes given"
 _MAX_TERMS = 12  # the possible values are up to 2 ** terms
 _OPERATIONS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
@@ -35,12 +36,10 @@ class SizeWithOrigin(int):
     """
 
     size: int
-    possible_values: Callable[[Mapping[AttributeKey, int]], set[int]]
+    possible_values: PossibleValues
     terms: int
 
-    def __new__(
-        cls, value: int, size: int, possible_values: Callable[[Mapping[AttributeKey, int]], set[int]], terms: int = 1
-    ) -> SizeWithOrigin:
+    def __new__(cls, value: int, size: int, possible_values: PossibleValues, terms: int = 1) -> SizeWithOrigin:
         made = super().__new__(cls, value)
         made.size, made.possible_values, made.terms = size, possible_values, terms
         return made

@@ -107,10 +107,7 @@ class SequenceLayouts(Layouts):
         return [name for other in node.all_input_nodes if has_gradient(other) for name in parameters_of(other)]
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is boundary:
-            value = self._pass_boundary(n)
-        else:
-            value = super().run_node(n)
+        value = self._pass_boundary(n) if n.target is boundary else super().run_node(n)
         if self.is_split(n):
             self._check_split(n, value)
         draws, is_sharded = n.op == "call_module" and n.meta.get("draws"), n in self.local_shapes
