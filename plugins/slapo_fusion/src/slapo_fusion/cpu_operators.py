@@ -26,7 +26,7 @@ def custom_operator(
 
 
 class CpuLayer(nn.Module):
-    """``nn.Dropout``, ``nn.GELU`` or ``nn.LayerNorm`` by a function of this module, with the settings that it has when called."""
+    """``nn.Dropout``, ``nn.GELU`` or ``nn.LayerNorm`` by a function of this module, with its settings at the time of a call."""
 
     def __init__(self, of: nn.Module, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ class HeadInputs:
     choice: str | None
     mutation_check: MutationCheck
 
-    def checked(self) -> HeadInputs:
+    def validate(self) -> HeadInputs:
         """Return the inputs; raise ``LazyLogitsError`` if one was changed or freed since."""
         if what := self.mutation_check.mutation():
             lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
