@@ -96,9 +96,7 @@ def _targets(schedule: Schedule) -> list[tuple[str, nn.Module]]:
 class CompileWrapper:
     """Forward wrapper that compiles the innermost forward, once for all modules of a class.
 
-    Args:
-        options: Options of ``torch.compile``.
-        between: Number of wrappers between this one and the forward; they run uncompiled.
+    ``between`` is the number of wrappers between this one and the forward; they run uncompiled.
     """
 
     def __init__(self, options: dict[str, Any], between: int) -> None:

@@ -26,12 +26,7 @@ def custom_operator(
 
 
 class CpuLayer(nn.Module):
-    """Layer whose result a function computes, with the settings of the layer at the time of the call.
-
-    Args:
-        of: An ``nn.Dropout``, ``nn.GELU`` or ``nn.LayerNorm``.
-        function: ``dropout``, ``fast_dropout``, ``gelu`` or ``layer_norm``.
-    """
+    """``nn.Dropout``, ``nn.GELU`` or ``nn.LayerNorm`` by a function of this module, with its settings at the time of a call."""
 
     def __init__(self, of: nn.Module, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()

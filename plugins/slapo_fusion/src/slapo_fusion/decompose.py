@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -152,14 +151,18 @@ class _OutputPartsMixin:
         return torch.cat([F.linear(input, part, bias) for part, bias in zip(weights, biases, strict=True)], dim=-1)
 
 
+_IN_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _is_transposed(cls: type[nn.Module]) -> bool:
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-@cache
 def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
-    own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
-    return type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
+    if cls not in _IN_PARTS:
+        own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
+        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_OutputPartsMixin, cls), own)
+    return _IN_PARTS[cls]
 
 
 def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:

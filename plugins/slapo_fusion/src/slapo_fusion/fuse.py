@@ -108,12 +108,7 @@ _compiled_functions: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = Wea
 
 
 class FusedRegion(nn.Module):
-    """One call for a region of a traced module.
-
-    Args:
-        region: The region, without weights. It is no child, so no search finds it as a traced module.
-        function: The region with its compiler.
-    """
+    """One call for a region without weights. The region is no child, so no search finds it as a traced module."""
 
     def __init__(self, region: fx.GraphModule, function: RegionFunction) -> None:
         super().__init__()

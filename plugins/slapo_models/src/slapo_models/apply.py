@@ -15,7 +15,7 @@ from torch import nn
 from slapo_core import Entry, Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
 
 from .shared_steps.configuration import CREATE_SCHEDULE_OPTIONS
-from .shared_steps.precision import restored_on_error
+from .shared_steps.transformer import restored_on_error
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

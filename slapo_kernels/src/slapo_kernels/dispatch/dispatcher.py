@@ -107,7 +107,6 @@ class Explanation:
     """An implementation, and whether it can be used.
 
     Args:
-        implementation: The implementation.
         lacks: Reason why it cannot be used; None if it can.
         chosen: Whether it is the implementation that is used.
     """

@@ -39,14 +39,7 @@ class GradientObservers:
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """Options of a cross entropy.
-
-    Args:
-        choice: Implementation that the user forced.
-        ignore_index: As ``F.cross_entropy``, and so is ``reduction``.
-        dtype: Dtype of the loss.
-        logits_dtype: Dtype of the logits.
-    """
+    """Options of ``F.cross_entropy``, the forced implementation, and the dtypes of the loss and of the logits."""
 
     choice: str | None
     ignore_index: int

@@ -21,10 +21,8 @@ class HeadInputs:
 
     Args:
         hidden: Hidden states, attached to the autograd graph, as are the others: the kernel has a backward of its own.
-        weight: Weight of the head.
-        bias: Bias of the head.
         choice: Implementation that the user forced.
-        mutation_check: Check that the three have not changed since the head was called.
+        mutation_check: Check that hidden states, weight and bias have not changed since the head was called.
     """
 
     hidden: torch.Tensor
@@ -33,7 +31,7 @@ class HeadInputs:
     choice: str | None
     mutation_check: MutationCheck
 
-    def checked(self) -> HeadInputs:
+    def validate(self) -> HeadInputs:
         """Return the inputs; raise ``LazyLogitsError`` if one was changed or freed since."""
         if what := self.mutation_check.mutation():
             lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"

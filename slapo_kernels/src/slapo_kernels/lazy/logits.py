@@ -98,7 +98,7 @@ class LazyLogits(torch.Tensor):
             if self.base_view is not None:
                 return self.base_view[1](self.base_view[0].materialize()).to(self.dtype)
             if self.materialized is None:
-                source = self.source.checked()
+                source = self.source.validate()
                 with torch.autocast(self.device.type, enabled=False):
                     self.materialized = F.linear(source.hidden, source.weight, source.bias).to(self.dtype)
             return self.materialized
@@ -277,7 +277,7 @@ def _cross_entropy(
     known = type(ignore_index) is int and reduction in ("mean", "sum", "none")
     if not known or not is_labels(target, logits, ignore_index):
         return None
-    source = logits.source.checked()
+    source = logits.source.validate()
     logits.observers.record_loss()
     tensors = [source.hidden, source.weight, source.bias]
     if not logits.requires_grad:  # a view that was made without gradients

@@ -37,8 +37,6 @@ class KernelMatch(NamedTuple):
     """A kernel that computes the same as a function.
 
     Args:
-        kernel: Name of the kernel.
-        options: Options of the kernel.
         order: Positions of the function's inputs in the kernel's order; the same one twice if both are halves of one input.
         gate_first: Whether the first half is the gate.
     """

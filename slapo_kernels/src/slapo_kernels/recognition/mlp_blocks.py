@@ -104,12 +104,10 @@ class _GraphReader:
     """Reader of a graph into the operations of a fused forward.
 
     Args:
-        traced: The graph of a meta copy.
-        module: The module itself.
-        names: Names of its arguments.
+        traced: The graph of a meta copy of ``module``.
+        names: Names of the module's arguments.
 
     Attributes:
-        steps: Operations of the fused forward.
         absorbed: Name to child whose work a kernel does.
 
     Raises:

@@ -130,9 +130,7 @@ class NormForward(KernelForward):
 
     Args:
         kernel: ``"rms_norm"`` or ``"layer_norm"``.
-        options: Options of the kernel.
         contiguous_output: Whether the result is contiguous for any input; the mask of a later dropout depends on its strides.
-        guard: Conditions on the call.
     """
 
     inputs: tuple[str, ...]
@@ -218,10 +216,8 @@ class KernelCall(nn.Module):
     """One call of a kernel in a traced module.
 
     Args:
-        kernel: Name of the kernel.
         options: Options of the kernel. For attention, ``mask_is_inverted`` says that the mask is True for keys that are hidden;
             else masks are added to the scores.
-        choice: Implementation that the user forced.
     """
 
     def __init__(self, kernel: str, options: Mapping[str, Any], choice: str | None = None) -> None:

@@ -31,10 +31,6 @@ class _TensorSlot:
 class Arguments:
     """Arguments that can be rebuilt any number of times.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
     Attributes:
         tensors: The tensors in them, each once, until ``take_tensors``.
     """

@@ -125,7 +125,6 @@ class _Container:
     """A list, dict, set or deque that a forward may change.
 
     Args:
-        live: The container.
         start: Its content at the start; default: the present content.
 
     Attributes:

@@ -103,12 +103,7 @@ class _Call:
 
 
 class _CpuCopy:
-    """A copy of a storage, on the CPU until it is fetched.
-
-    Args:
-        memory: The whole storage as bytes.
-        call: The call that it belongs to.
-    """
+    """A copy of a storage, given as bytes, on the CPU until it is fetched."""
 
     def __init__(self, memory: torch.Tensor, call: _Call) -> None:
         self.device, self.call = memory.device, call
@@ -158,12 +153,7 @@ class _View:
 
 
 class _Packer:
-    """Pack hook of one call of a module.
-
-    Args:
-        min_bytes: Storages with fewer bytes stay.
-        own: Keys of the storages of the module's parameters and buffers, which stay.
-    """
+    """Pack hook of one call of a module; ``own`` has the keys of the storages of its parameters and buffers, which stay."""
 
     def __init__(self, min_bytes: int, own: set[int]) -> None:
         self.min_bytes, self.own, self.call = min_bytes, own, _Call()

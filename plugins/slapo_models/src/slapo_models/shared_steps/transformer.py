@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import nn
 
 from slapo_core import Schedule
 
 from .configuration import Configuration
 from .input_broadcast import broadcast_input
 from .kernels import use_kernels
-from .precision import convert_precision
 
 
 def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule:
@@ -120,3 +124,36 @@ def _select(schedule: Schedule, config: Configuration, cuts: list[Any], blocks: 
     if cuts != sorted(set(cuts)):
         raise config.error(schedule, f"pipeline_cuts has {cuts!r}; give each number once, in rising order")
     return found
+
+
+def convert_precision(schedule: Schedule, config: Configuration) -> None:
+    """Convert parameters and buffers in place, as ``model.half()`` does, before the first step.
+
+    Raises:
+        ScheduleError: the schedule has steps, which could not be undone then.
+    """
+    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    if dtype is None:
+        return
+    if schedule.journal.steps:
+        message = f"{'fp16' if config.fp16 else 'bf16'} converts the model, and its schedule has steps already"
+        raise config.error(schedule, f"{message}; convert the model before create_schedule")
+    for tensor in _floating_point_tensors(schedule.mod):
+        tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def restored_on_error(module: nn.Module) -> Iterator[None]:
+    """Restore the data of parameters and buffers if the block fails."""
+    before = [(tensor, tensor.data) for tensor in _floating_point_tensors(module)]
+    try:
+        yield
+    except BaseException:
+        for tensor, data in before:
+            if tensor.dtype != data.dtype:
+                tensor.data = data
+        raise
+
+
+def _floating_point_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in chain(module.parameters(), module.buffers()) if tensor.is_floating_point()]

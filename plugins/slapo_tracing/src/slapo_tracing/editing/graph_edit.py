@@ -93,12 +93,7 @@ Remake = Callable[[fx.GraphModule, Subgraph], nn.Module]
 
 
 class _Replacement:
-    """A replacement that can be repeated on the graph of another call; implements ``variants.Rewrite``.
-
-    Args:
-        part: The replaced nodes.
-        remake: As for ``replace_subgraph``.
-    """
+    """A replacement that can be repeated on the graph of another call; implements ``variants.Rewrite``."""
 
     def __init__(self, part: Subgraph, remake: Remake | None) -> None:
         labels = _labels(part.inputs, {node.name: node for node in part.nodes})

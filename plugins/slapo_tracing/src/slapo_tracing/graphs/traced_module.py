@@ -252,8 +252,7 @@ def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
 
 @contextmanager
 def as_untraced(schedule: Schedule) -> Iterator[None]:
-    """Put the originals in place of traced modules in a ``with`` block; afterwards the traced ones are back, with the
-    changes.
+    """Put the originals in place of traced modules in a ``with`` block; then the traced ones are back, with the changes.
 
     The originals share attributes, parameters, submodules and hooks with the traced modules, so a step changes both. Modules
     with a rewritten graph stay. A module that the step replaced stays replaced.

@@ -80,12 +80,7 @@ _SAME_HOOKS = ("as before",)
 
 
 class InlinedModule(NamedTuple):
-    """State of a module whose forward is part of the graphs.
-
-    Attributes:
-        cls: Its class.
-        hooks: Its hooks, which are recorded with the forward.
-    """
+    """Class and hooks of a module whose forward is part of the graphs; the hooks are recorded with it."""
 
     cls: type
     hooks: tuple[Any, ...]
@@ -277,8 +272,7 @@ class Variants(Hidden):
         return [path for path in self.inlined or () if path not in called]
 
     def resolve(self, module: GraphOwner, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
-        """Return the function that runs a call, and its graph and guard; for the forward that was traced, the latter are
-        None.
+        """Return the function that runs a call, its graph and its guard; the latter are None for the forward itself.
 
         Raises:
             TraceError: the graph was rewritten, and the rewrites cannot be repeated on the graph of this call; or an attribute

@@ -88,9 +88,8 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern | Compi
     """Return the occurrences of a pattern in the graphs of ``root`` and of the traced modules inside; they never overlap.
 
     Args:
-        root: A traced module, or one that contains some.
+        root: As for ``find_node``, and so is ``prefix``.
         pattern: A function of tensors or a ``Pattern``. Its arguments are the inputs, its results the outputs.
-        prefix: Path of ``root``, which prefixes the returned paths.
     """
     compiled = pattern if isinstance(pattern, CompiledPattern) else CompiledPattern(pattern)
     return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]

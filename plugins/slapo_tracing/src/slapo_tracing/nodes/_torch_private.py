@@ -64,8 +64,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
-    """Torch's fake tensor mode with a faster cache. Torch's own cache keys and fake tensors took half of the time of a
-    trace.
+    """Torch's fake tensor mode with a faster cache: torch's own keys and fake tensors took half of the time of a trace.
 
     Attributes:
         keeps_values: True to compute with real values what depends on real tensors only.
@@ -284,8 +283,7 @@ def intercept_vmap(handler: _Handler) -> Iterator[None]:
 def intercept(
     module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler, write: _Handler = lambda module, name: None
 ) -> Iterator[None]:
-    """Redirect calls of modules to ``module_call(call, module, ...)``, and those of autograd functions to ``apply(call,
-    ...)``.
+    """Redirect calls of modules to ``module_call(call, module, ...)``, and of autograd functions to ``apply(call, ...)``.
 
     ``read(module, name, value)`` returns the value of each attribute of a module that is read. It is also called for
     parameters, buffers, children and missing attributes, where its result is ignored. Queries in ``MODES`` are redirected to

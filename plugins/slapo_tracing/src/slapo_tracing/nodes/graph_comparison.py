@@ -73,10 +73,6 @@ class Twins(dict[str, fx.Node]):
 
     Nodes that call the same function from the same module are paired in order if both graphs have equally many.
 
-    Args:
-        first: Data of the first graph.
-        graph: The other graph.
-
     Attributes:
         unique: Names of the nodes whose twin is certain, since no other node calls the same.
     """

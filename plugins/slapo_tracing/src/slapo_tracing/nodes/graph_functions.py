@@ -61,10 +61,8 @@ class Expectation(NamedTuple):
 
     Attributes:
         answer: The answer during the trace.
-        name: Name of the function or property that was queried.
+        name: Name of the function or property that was queried, with the arguments ``args`` and ``kwargs``.
         argument: Name of the forward's argument that was queried; None: torch.
-        args: Positional arguments of the query.
-        kwargs: Keyword arguments of the query.
     """
 
     answer: Any

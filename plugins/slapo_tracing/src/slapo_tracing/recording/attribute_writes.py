@@ -36,8 +36,6 @@ class StateChange(NamedTuple):
     """Attribute or buffer of a module whose value has changed, as a whole or inside.
 
     Args:
-        module: The module that holds it.
-        name: Name of the attribute.
         first: The first module that holds the changed value, and the name there; equal for all modules that share it.
         is_whole: True if the attribute itself was assigned, rather than something inside of its value.
     """

@@ -50,8 +50,7 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 @contextmanager
 def without_engine_hooks(root: nn.Module) -> Iterator[None]:
-    """Remove the hooks of engines in a ``with`` block: those of FSDP and ZeRO gather and free the weights of each called
-    module.
+    """Remove the hooks of engines in a ``with`` block: those of FSDP and ZeRO gather and free weights of called modules.
 
     Hooks that exist for one trace only, as a true attribute ``of_trace`` says, are removed too.
     """
