@@ -37,7 +37,7 @@ from slapo_training.step_losses import StepLosses
 from .checkpoint import model_state
 from .checkpoint.loader import load_checkpoint
 from .checkpoint.saver import CheckpointState, TorchSaver
-from .gradient_reduction import DDPReplicas, average_gradients, check_dense
+from .gradients.reduction import DDPReplicas, average_gradients, check_dense
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
 from .step.engine_step import EngineStep, Runner, TorchFirstStep

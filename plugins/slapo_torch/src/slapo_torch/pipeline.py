@@ -20,7 +20,7 @@ from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 
-from .gradient_reduction import DDPReplicas
+from .gradients.reduction import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import VaryingStage, has_split_backward, make_runtime
 from .pipelining.schedules import kind_of

@@ -3,5 +3,5 @@
 ``wrap_policy`` groups parameters into units, ``unit`` gathers and reduces one unit, ``unit_runtime`` runs the units
 of a model in order, and ``sharded_replicas`` is the interface to the engine. ``replica_spec`` describes the rows of a
 rank. Whole parameters of a replica enter; rows of them leave. It may import ``slapo_core``, ``slapo_training`` and
-``gradient_reduction``. ``__init__.py`` imports nothing, since ``torch.distributed.fsdp`` takes a second to import.
+``gradients``. ``__init__.py`` imports nothing, since ``torch.distributed.fsdp`` takes a second to import.
 """

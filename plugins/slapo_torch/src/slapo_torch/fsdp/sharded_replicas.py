@@ -14,7 +14,7 @@ from slapo_core import BuildError, Program, get_logger, successor
 from slapo_training.distributed import stage_group
 from slapo_training.model import StateSnapshot
 
-from ..gradient_reduction import average_gradients
+from ..gradients.reduction import average_gradients
 from .unit import REMEDY, ShardedParameter, Unit
 from .unit_runtime import UnitRuntime
 from .wrap_policy import assign_parameters, can_shard, is_empty_on_a_rank, unit_paths

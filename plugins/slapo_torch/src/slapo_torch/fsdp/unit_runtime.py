@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slapo_core import BuildError
 
-from .._torch_private import no_functions
+from ..gradients._torch_private import no_functions
 from .unit import REMEDY, Unit
 
 

@@ -5,5 +5,5 @@ training.
 one stage under the precision of the engine and weighs its loss, and ``gradient_accumulation`` runs the micro-batches of a
 model without pipeline. ``local_parameters`` clips and compares gradients across ranks, and ``training_progress`` holds the
 learning-rate schedule and the loss scale. Micro-batches and labels enter; a ``StepResult`` and local gradients leave. It
-may import ``slapo_core``, ``slapo_training``, ``gradient_reduction`` and ``fsdp``.
+may import ``slapo_core``, ``slapo_training``, ``gradients`` and ``fsdp``.
 """

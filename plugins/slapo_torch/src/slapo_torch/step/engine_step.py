@@ -17,7 +17,7 @@ from slapo_training.batches import Batch
 from slapo_training.distributed import all_reduce
 from slapo_training.first_step import FirstStep
 
-from ..gradient_reduction import DDPReplicas
+from ..gradients.reduction import DDPReplicas
 from .gradient_accumulation import StepResult
 from .stage_call import MicroBatchWeight, autocast_context
 from .tensor_parallel_failures import TensorParallelPeers

@@ -14,7 +14,7 @@ from torch import nn
 from slapo_training.batches import Batch
 from slapo_training.losses import LossReduction, note_failure
 
-from ..gradient_reduction import DDPReplicas
+from ..gradients.reduction import DDPReplicas
 from .stage_call import MicroBatchWeight, StageCall
 
 if TYPE_CHECKING:

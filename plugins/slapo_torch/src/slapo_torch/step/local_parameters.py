@@ -12,7 +12,7 @@ from slapo_training.distributed import clip_grad_norm_, compare_gradients
 from slapo_training.engines import check_same_start
 
 from ..fsdp.replica_spec import replica_tensor, without_replica_sharding
-from ..gradient_reduction import sum_gradients
+from ..gradients.reduction import sum_gradients
 
 
 def merge_stages(stages: Sequence[nn.Module]) -> nn.Module:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slapo_core import BuildError
 
-from .._torch_private import default_store
+from ..gradients._torch_private import default_store
 
 GRACE = timedelta(seconds=5)
 """Time in which the tensor-parallel peers of a failed rank may fail too; an error in code fails on all ranks."""

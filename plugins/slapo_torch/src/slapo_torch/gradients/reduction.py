@@ -1,7 +1,7 @@
 """Reduction of one rank's gradients over replicas and tied stages.
 
 ``DDPReplicas`` averages gradients over replicas during the backward pass, with torch's ``DistributedDataParallel``;
-``average_gradients`` does so after it. This module imports ``slapo_core`` and torch alone.
+``average_gradients`` does so after it.
 """
 
 from __future__ import annotations
