@@ -395,11 +395,8 @@ class TorchEngine(AveragedEngine):
             self._parameters.scale(step.gradient_factor)
         self._parameters.reduce_ties()
 
-    def _clip(self) -> float | None:
-        return float(self._parameters.clip(self.options.clip)) if self.options.clip else None
-
     def _update(self, loss: torch.Tensor) -> None:
-        self.grad_norm = self._clip()
+        self.grad_norm = float(self._parameters.clip(self.options.clip)) if self.options.clip else None
         if self.optimizer is not None:
             self.optimizer.step()
             step_lr_scheduler(self.lr_scheduler, loss)
