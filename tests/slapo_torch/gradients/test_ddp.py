@@ -20,7 +20,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
-from slapo_torch.gradients.ddp import DDPReplicas
+from slapo_torch.gradients.reduction import DDPReplicas
 
 from ..layouts import adamw, mesh_of, message_of
 

@@ -37,15 +37,13 @@ from slapo_training.step_losses import StepLosses
 from .checkpoint import model_state
 from .checkpoint.loader import load_checkpoint
 from .checkpoint.saver import CheckpointState, TorchSaver
-from .gradients.ddp import DDPReplicas, check_dense
-from .gradients.reduction import average_gradients
+from .gradients.reduction import DDPReplicas, average_gradients, check_dense
 from .options import Options
 from .pipelining.schedules import kind_of, schedule_for_batch
 from .step.engine_step import EngineStep, Runner, TorchFirstStep
 from .step.gradient_accumulation import StepResult, run_microbatches
 from .step.local_parameters import LocalParameters, device_of, merge_stages
-from .step.microbatch_weights import LabelCount, MicroBatchWeight, reduction_sums, total_labels
-from .step.stage_call import StageCall, autocast_context
+from .step.stage_call import LabelCount, MicroBatchWeight, StageCall, autocast_context, reduction_sums, total_labels
 from .step.tensor_parallel_failures import TensorParallelPeers
 from .step.training_progress import DeferredLRSteps, LossScale, TrainingProgress, step_lr_scheduler
 
@@ -397,11 +395,8 @@ class TorchEngine(AveragedEngine):
             self._parameters.scale(step.gradient_factor)
         self._parameters.reduce_ties()
 
-    def _clip(self) -> float | None:
-        return float(self._parameters.clip(self.options.clip)) if self.options.clip else None
-
     def _update(self, loss: torch.Tensor) -> None:
-        self.grad_norm = self._clip()
+        self.grad_norm = float(self._parameters.clip(self.options.clip)) if self.options.clip else None
         if self.optimizer is not None:
             self.optimizer.step()
             step_lr_scheduler(self.lr_scheduler, loss)

@@ -20,14 +20,13 @@ from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 
-from .gradients.ddp import DDPReplicas
+from .gradients.reduction import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import VaryingStage, has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
 from .pipelining.split_backward import can_split, note_tensor_hooks
 from .step.gradient_accumulation import GradientUnaliasing, MemoryExtent, StepResult, memory_extents
-from .step.microbatch_weights import MicroBatchWeight
-from .step.stage_call import StageCall
+from .step.stage_call import MicroBatchWeight, StageCall
 
 
 class RunningStage(VaryingStage):
@@ -227,7 +226,7 @@ class StagePlan:
         self._stages = [RunningStage(calls, programs[0], index, result, replicas) for index, calls in self._calls.items()]
         name, microbatches = schedule
         # the last stage returns the weighted loss
-        loss_fn = _identity if training else None
+        loss_fn = (lambda output, target: output) if training else None
         self._schedule = make_runtime(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
         for stage in self._stages:
             stage.splits = has_split_backward(self._schedule)
@@ -274,7 +273,3 @@ def _call(program: Program, index: int, options: Options) -> StageCall:
 
 def _metas(boundaries: tuple[Boundary, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(b.shape, dtype=b.dtype, device="meta", requires_grad=b.requires_grad) for b in boundaries)
-
-
-def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output

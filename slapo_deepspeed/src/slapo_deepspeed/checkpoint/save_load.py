@@ -24,9 +24,8 @@ from slapo_training.optimizers import whole_tensor_checkpoint
 from ..configuration.options import DeepSpeedOptions
 from ..optimizer.local_tensors import Shares, unsupported_reason
 from ..process_state._deepspeed_private import full_shape, inner_optimizer, reset_clipping
-from .resharding import ReshardedState
+from .resharding import SAME_LAYOUT, CheckpointReader, ReshardedState
 from .tensor_index import Files, TensorIndex, name_of
-from .tensor_reader import SAME_LAYOUT, CheckpointReader
 
 
 @dataclass

@@ -96,14 +96,10 @@ def copy_main_params(outer: Any) -> None:
 def wrap_optimizer(
     optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any, init_state: Callable[..., None]
 ) -> Any:
-    """Return an optimizer in the Megatron wrapper that its configuration asks for.
+    """Return an optimizer in the Megatron wrapper that its ``OptimizerConfig`` asks for; it then steps views or copies.
 
-    Args:
-        optimizer: Optimizer of this rank's parameters; it then steps views or copies of them.
-        config: Megatron's ``OptimizerConfig``.
-        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
-        groups: Megatron's ``ProcessGroupCollection``.
-        init_state: Initializes the state of an optimizer that has not stepped.
+    ``chunks`` are Megatron's ``DistributedDataParallel`` around each stage of this rank, ``groups`` its
+    ``ProcessGroupCollection``. ``init_state`` initializes the state of an optimizer that has not stepped.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer

@@ -103,30 +103,18 @@ class _NoCuda(TorchFunctionMode):
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield owner, name and replacement: of CUDA's functions, and of Megatron's RNG functions that bypass them."""
-
-    def no_op(*args: Any, **kwargs: Any) -> None: ...
-
-    def state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def put(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(state)
-
-    def seed(number: int) -> None:
-        torch.default_generator.manual_seed(number)
-
     of_cuda: dict[str, Callable[..., Any]] = {
         "current_device": lambda: _CPU,
-        "synchronize": no_op,
-        "empty_cache": no_op,
-        "get_rng_state": state,
-        "set_rng_state": put,
-        "manual_seed": seed,
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda *args, **kwargs: None,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "manual_seed": lambda number: torch.default_generator.manual_seed(number),
     }
     yield from ((torch.cuda, name, stand_in) for name, stand_in in of_cuda.items())
     for_reading, for_writing = cuda_rng_functions()
-    yield *for_reading, state
-    yield *for_writing, put
+    yield *for_reading, of_cuda["get_rng_state"]
+    yield *for_writing, of_cuda["set_rng_state"]
 
 
 def _for_megatron(original: Any, stand_in: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The module of one stage: its nodes of the flat graph, on its subtree of the model's modules; and parameters of several."""
+"""The module of one stage: its nodes of the flat graph, on its subtree of the model's modules; and the tied parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Loading of optimizer state: this rank's own state on the same layout, state common to all ranks on any other.
 
-A factory makes groups of a rank's parameters, so another layout has other groups. Two parameters of one saved rank and of one
-loading rank must share a group in both or in neither.
+A factory makes groups of a rank's parameters, so another layout has other groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Optimizer state in checkpoints: the ``state_dict`` by original names of parameters.
 
-State with one value per element of a parameter is stored like the parameter. Scalars, groups and the rest are stored per rank
-for the same layout. For other layouts they are stored once, with the names of those that differ between ranks. State of another
-shape is stored once if the rank has the whole parameter; state of a shard fits the same shards only.
+State of another shape than its parameter is stored once if the rank has the whole parameter; state of a shard fits the same
+shards only.
 """
 
 from __future__ import annotations

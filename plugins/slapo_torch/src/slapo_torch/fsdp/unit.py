@@ -136,9 +136,8 @@ class Unit:
         self._holders: list[FSDPModule] = []
         self._waiting: list[UnshardHandle | None] = []
         made: dict[int, ShardedParameter] = {}
-        for dtype in dict.fromkeys(
-            parameter.dtype for parameter in parameters
-        ):  # FSDP2 reduces gradients of one dtype together
+        # FSDP2 reduces gradients of one dtype together
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             same = [parameter for parameter in parameters if parameter.dtype is dtype]
             specs = [ReplicaSpec.of(parameter, mesh["dp"].get_group(), everyone) for parameter in same]
             for parameter in same:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,9 +45,9 @@ class UnitRuntime:
         self._hooks: list[RemovableHandle] = []
         for index, unit in enumerate(self._units):
             module = root.get_submodule(unit.path)
-            before, behind = (
-                _exclude_from_compilation(partial(hook, index)) for hook in (self._pre_forward, self._post_forward)
-            )
+            before, behind = partial(self._pre_forward, index), partial(self._post_forward, index)
+            if "torch._dynamo" in sys.modules:  # its import takes seconds
+                before, behind = map(torch.compiler.disable, (before, behind))
             before.of_engine = behind.of_engine = True  # type: ignore[attr-defined]  # traces leave these hooks out
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
             self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
@@ -142,14 +142,6 @@ class UnitRuntime:
             self._in_backward, self._next_backward = self._next_backward, self._next_backward - 1
             if self._next_backward >= 0:
                 self._units[self._next_backward].begin_gather()
-
-
-def _exclude_from_compilation(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the hook, excluded from compilation if ``torch._dynamo`` is in use; its import takes seconds."""
-    found: Callable[..., Any] = hook
-    if "torch._dynamo" in sys.modules:
-        found = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return found
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

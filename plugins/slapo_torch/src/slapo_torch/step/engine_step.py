@@ -17,10 +17,9 @@ from slapo_training.batches import Batch
 from slapo_training.distributed import all_reduce
 from slapo_training.first_step import FirstStep
 
-from ..gradients.ddp import DDPReplicas
+from ..gradients.reduction import DDPReplicas
 from .gradient_accumulation import StepResult
-from .microbatch_weights import MicroBatchWeight
-from .stage_call import autocast_context
+from .stage_call import MicroBatchWeight, autocast_context
 from .tensor_parallel_failures import TensorParallelPeers
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from torch import nn
 from slapo_training.batches import Batch
 from slapo_training.losses import LossReduction, note_failure
 
-from ..gradients.ddp import DDPReplicas
-from .microbatch_weights import MicroBatchWeight
-from .stage_call import StageCall
+from ..gradients.reduction import DDPReplicas
+from .stage_call import MicroBatchWeight, StageCall
 
 if TYPE_CHECKING:
     from ..fsdp.unit_runtime import UnitRuntime

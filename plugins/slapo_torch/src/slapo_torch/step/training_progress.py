@@ -18,7 +18,7 @@ from slapo_training.checkpoint import StateLoading, check_plain
 from slapo_training.distributed import all_reduce
 from slapo_training.optimizers import lr_scheduler_class
 
-from .microbatch_weights import LabelCount
+from .stage_call import LabelCount
 
 _LR_SCHEDULE = "learning-rate schedule"
 
