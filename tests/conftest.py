@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slapo_testing import clean_up_with, preload
-from slapo_training.engines.stale_engines import abandon_stale
+from slapo_training.engines.open_engines import abandon_stale
 
 torch.set_num_threads(1)
 clean_up_with(abandon_stale)  # engines that a job left open keep threads

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
-from slapo_training.engines.stale_engines import abandon_stale
+from slapo_training.engines.open_engines import abandon_stale
 from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from slapo_core import UnknownNameError
 from slapo_training.gradient_hooks import gradient_hook, shard_attributes
-from slapo_training.gradient_hooks.closure_references import reads_weights
-from slapo_training.gradient_hooks.elementwise_marker import is_elementwise
+from slapo_training.gradient_hooks.hook_kinds import is_elementwise, reads_weights
 
 LAYER = nn.Linear(2, 3)
 MASK = torch.ones(3, 2)

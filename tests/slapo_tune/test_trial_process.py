@@ -14,9 +14,7 @@ import pytest
 
 from slapo_tune import TuneError
 from slapo_tune.trial import process
-from slapo_tune.trial.environment import check_variables, trial_environment
-from slapo_tune.trial.interruption import Interruption, signal_name
-from slapo_tune.trial.process import TrialOutput, run_trial
+from slapo_tune.trial.process import Interruption, TrialOutput, check_variables, run_trial, signal_name, trial_environment
 
 FAMILY = """
 import os, subprocess, sys, time

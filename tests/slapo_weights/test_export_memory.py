@@ -54,8 +54,8 @@ def test_the_first_rank_holds_some_of_the_tensors_at_a_time(tmp_path: Path) -> N
 
 def test_a_bundle_holds_what_fits(tmp_path: Path) -> None:
     """The bound that is shrunk above is what cuts the bundles."""
-    from slapo_weights.export_plan.whole_tensors import WholeTensor
-    from slapo_weights.huggingface.save_conversion import ConversionGroup
+    from slapo_weights.export_plan.tensor_origins import WholeTensor
+    from slapo_weights.huggingface.unmodified_model import ConversionGroup
 
     half: Any = WholeTensor("", (plan._BUNDLE // 8,), torch.float32, ())
     groups = [ConversionGroup((name,), (), True) for name in "abcde"]

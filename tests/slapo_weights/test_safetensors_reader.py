@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from slapo_core import BuildError
+from slapo_weights.huggingface.load_conversion import UnreadTensor
 from slapo_weights.safetensors_files.reader import WeightFiles
 from slapo_weights.tensor_views import box_view
 from slapo_weights.tensor_views.box_view import TensorView, concatenate, stack
-from slapo_weights.tensor_views.unread_tensor import UnreadTensor
 
 
 def bytes_of_this_process() -> int:

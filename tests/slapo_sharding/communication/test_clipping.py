@@ -16,7 +16,7 @@ from slapo_core import Registry, create_schedule
 from slapo_sharding import plugin
 from slapo_testing import run_distributed
 from slapo_training.distributed import clip_grad_norm_
-from slapo_training.distributed.grad_norm import total_grad_norm
+from slapo_training.distributed.gradients import total_grad_norm
 
 pytestmark = pytest.mark.multiproc
 

@@ -31,7 +31,7 @@ from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.losses import NO_GRADIENT, LabelMean, ReplicaFailedError
 from slapo_training.model import Piece, TrainingMode
 from slapo_training.optimizers import OptimizerConstruction, adopt_optimizer
-from slapo_training.optimizers.introspection import groups_in
+from slapo_training.optimizers.probe import groups_in
 from slapo_training.step_losses import StepLosses
 
 from .checkpoint import model_state

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slapo_core import BuildError, Program, raise_on_all_ranks
 
 from .batches.microbatches import Batch, fingerprint
-from .distributed.ranks import all_reduce
+from .distributed.ranks import all_reduce, reduce_over_replicas
 from .label_weights import LabelWeights
 
 __all__ = ["BatchFingerprints", "check_boundaries", "check_contents", "check_shapes", "replica_extremes"]
@@ -151,8 +151,6 @@ def _weights(
 ) -> LabelWeights:
     sums, dp = [sum(each) for each in zip(*counts, strict=True)], program.axis_size("dp")
     if differs and dp > 1:
-        assert program.mesh is not None
-        totals = torch.tensor(sums, dtype=torch.int64, device=device)
-        dist.all_reduce(totals, group=program.mesh.get_group("dp"))
+        totals = reduce_over_replicas(torch.tensor(sums, dtype=torch.int64, device=device), program)
         sums = [int(each) for each in totals.tolist()]
     return LabelWeights(counts, sums, len(counts) * dp, differs, is_ambiguous)

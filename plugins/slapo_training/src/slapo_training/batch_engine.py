@@ -31,7 +31,7 @@ from .batches.microbatches import (
 from .distributed.ranks import all_reduce, run_on_all_ranks
 from .ema import AveragedEngine
 from .first_step import FirstStep
-from .first_step.injected_gradients import divide_gradients
+from .first_step.injected_check import divide_gradients
 from .label_weights import HiddenLabels, LabelWeights
 from .losses.microbatch_loss import note_failure
 from .losses.reductions import EQUAL_PARTS, LossReduction, terms_of

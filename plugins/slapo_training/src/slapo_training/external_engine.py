@@ -4,26 +4,110 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import Program, compare_across_ranks, gather_objects, get_logger
+from slapo_core import (
+    BuildError,
+    Program,
+    compare_across_ranks,
+    gather_objects,
+    get_logger,
+    is_sharded,
+    parameter_facts,
+    raise_on_all_ranks,
+)
 
 from .batch_engine import BatchEngine
 from .checkpoint.async_save import Saver
-from .distributed.ranks import run_on_all_ranks
-from .engines import parameter_ownership, stale_engines
+from .distributed.gradients import compare_gradients
+from .distributed.ranks import reduce_over_replicas, run_on_all_ranks
+from .engines import open_engines
 from .engines.dialect import holds_copies
-from .engines.gradient_comparison import GradientComparison, watch_gradients
 from .engines.initial_weights import check_same_start
 from .gradient_hooks import StepHooks
 from .losses.microbatch_loss import CountedLoss
-from .model.training_mode import TrainingMode
+from .model.state_rollback import TrainingMode
 from .options.common_options import EngineOptions
+
+__all__ = ["ExternalEngine"]
+
+_STEPS = 10
+
+
+class GradientComparison:
+    """Compares the gradients of the first steps as the backward makes them: later an engine may share them out.
+
+    A gradient may be zero at first, as behind an adapter that starts at zero; such parameters are looked at in up to ten steps.
+
+    Args:
+        program: With a mesh where parameters are sharded.
+        shape_of: Returns the shape of a parameter's gradient, where an engine empties the parameter itself.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, nn.Parameter],
+        shape_of: Callable[[nn.Parameter], torch.Size] = lambda parameter: parameter.shape,
+    ) -> None:
+        self._program, self._shape_of = program, shape_of
+        named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._named = named if any(map(is_sharded, parameters.values())) else {}
+        self._waiting = {name for name, parameter in self._named.items() if not is_sharded(parameter)}
+        self._steps = 0
+        self._is_done = not program.shard_specs  # the same on every rank
+
+    @contextmanager
+    def compare_backwards(self) -> Iterator[None]:
+        """Compare the gradients of the backwards inside. Collective over the tensor-parallel ranks, behind the last of them.
+
+        Raises:
+            BuildError: on every rank; names a parameter of which each rank has a part only.
+        """
+        if self._is_done or self._steps == _STEPS:
+            yield
+            return
+        self._steps += 1
+        found: dict[str, torch.Tensor] = {}
+
+        def note(name: str, gradient: torch.Tensor) -> None:
+            gradient = gradient.detach()
+            found[name] = found[name] + gradient if name in found else gradient.clone()
+
+        with watch_gradients(self._named, note):
+            yield
+        named = {name: self._parameter_with_gradient(found.get(name), parameter) for name, parameter in self._named.items()}
+        wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
+        self._waiting -= seen
+        raise_on_all_ranks(BuildError(wrong) if wrong else None, self._program.mesh)
+        # other stages and replicas may wait for gradients that this one has seen
+        self._is_done = not any(gather_objects(bool(self._waiting), self._program.mesh))
+
+    def _parameter_with_gradient(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter of the same facts with this gradient."""
+        if gradient is None:
+            made = nn.Parameter(torch.empty(self._shape_of(parameter), dtype=parameter.dtype, device=parameter.device))
+        else:
+            made = nn.Parameter(torch.empty_like(gradient))
+            made.grad = gradient
+        parameter_facts(made).spec = parameter_facts(parameter).spec
+        return made
+
+
+@contextmanager
+def watch_gradients(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with a parameter's name and its gradient for each gradient that a backward inside makes."""
+    with ExitStack() as handles:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                handles.enter_context(parameter.register_hook(partial(note, name)))  # type: ignore[no-untyped-call]
+        yield
 
 
 class UnusedParameters:
@@ -56,8 +140,8 @@ class UnusedParameters:
             used = used.union(*(tie.names for tie, each in zip(ties, told, strict=True) if any(each)))
         own = [name in used for name in self._named]
         found = torch.tensor(own, dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
-        if mesh is not None and self._program.axis_size("dp") > 1 and own:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group("dp"))
+        if own:
+            reduce_over_replicas(found, self._program, dist.ReduceOp.MAX)
         unused = [name for name, is_used in zip(self._named, found.tolist(), strict=True) if not is_used]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
@@ -68,9 +152,6 @@ class UnusedParameters:
                 more,
                 self._target,
             )
-
-
-__all__ = ["ExternalEngine"]
 
 
 class ExternalEngine(BatchEngine):
@@ -91,7 +172,7 @@ class ExternalEngine(BatchEngine):
         super().__init__(program, options)
         self._saver = Saver(program)
         compare_across_ranks(options.rank_invariants(), program.mesh)
-        stale_engines.abandon_stale()
+        open_engines.abandon_stale()
 
     @contextmanager
     def _build_context(self) -> Iterator[None]:
@@ -103,15 +184,15 @@ class ExternalEngine(BatchEngine):
                 self._hooks.give_back()
             self._release_process()
             raise
-        stale_engines.add(self)
-        parameter_ownership.add(self)
+        open_engines.add_group_holder(self)
+        open_engines.add(self)
 
     def _check_parameters(self, module: nn.Module, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
         """Check the parameters of this rank's stages, and take the user's hooks off them. Collective.
 
         With ``replicas``, data-parallel ranks have to begin with the same values, too.
         """
-        parameter_ownership.check_free(named if self._trains else {}, self.takes_gradients)
+        open_engines.check_free(named if self._trains else {}, self.takes_gradients)
         self._hooks = StepHooks(self.program, module, self._common.gradient_hooks == "step")
         check_same_start(self.program, named, replicas=replicas)
         self._modes = TrainingMode(self.program.module)

@@ -11,6 +11,8 @@ from slapo_core import BuildError, Program, gather_objects
 from .first_step import scaled_gradient
 from .losses.reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, LabelMean, LossReduction, terms_of
 
+__all__ = ["LabelWeights"]
+
 
 class HiddenLabels:
     """Checks that micro-batches have equal numbers of labels if the batch does not show them.
@@ -45,8 +47,6 @@ class HiddenLabels:
                 f"show, or are made of such means; {EQUAL_PARTS}"
             )
 
-
-__all__ = ["LabelWeights"]
 
 OTHER_LABELS = f"the loss is a mean over other labels than in earlier steps; {EQUAL_PARTS}"
 """Error of a loss over labels that the batch does not show, where it showed them before."""

@@ -9,8 +9,7 @@ file under a lock for every result; tuners share nothing else.
 """
 
 from .database import Database
-from .search_space.errors import OpenSymbolError, TuneError
 from .search_space.space import Space
-from .search_space.symbol import Symbol
+from .search_space.symbol import OpenSymbolError, Symbol, TuneError
 
 __all__ = ["Database", "OpenSymbolError", "Space", "Symbol", "TuneError"]

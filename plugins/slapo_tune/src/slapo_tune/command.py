@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from slapo_core import SlapoError
 
+from .configuration import Configuration
 from .database import Database
-from .script.configuration import Configuration
-from .search_space.errors import TuneError
-from .trial.interruption import Interruption, signal_name
+from .search_space.symbol import TuneError
+from .trial.process import Interruption, signal_name
 from .tuner import Results, Settings, Tuner
 
 __all__ = ["main"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .search_space.errors import TuneError
+from .search_space.symbol import TuneError
 
 
 class Database:

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .configuration import CHECKPOINT_RATIO, Configuration, ScriptArguments, substitute, uses_symbol
 from .database import Database, json_data
-from .script.arguments import ScriptArguments, substitute, uses_symbol
-from .script.configuration import CHECKPOINT_RATIO, Configuration
-from .search_space.errors import TuneError
 from .search_space.space import Space, Traversal
-from .trial.environment import check_variables
-from .trial.interruption import Interruption, signal_name
-from .trial.process import TrialOutput, run_trial
+from .search_space.symbol import TuneError
+from .trial.process import Interruption, TrialOutput, check_variables, run_trial, signal_name
 from .trial.throughput import error_tail, invalid_throughput, logged_result, printed_result
 
 ErrorStop = Literal["none", "symbol", "all"]

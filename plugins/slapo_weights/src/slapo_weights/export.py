@@ -15,10 +15,9 @@ from slapo_training.model import Piece
 
 from .export_plan.export_source import ExportSource
 from .export_plan.plan import ExportPlan, make_plan, parse_size
-from .export_plan.whole_tensors import PieceDescription, WholeTensor
-from .huggingface.save_conversion import ConversionGroup, Tensors, convert_group
-from .safetensors_files.model_folder import ModelFolder, check_folder
-from .safetensors_files.writer import as_bytes
+from .export_plan.tensor_origins import PieceDescription, WholeTensor
+from .huggingface.unmodified_model import ConversionGroup, Tensors, convert_group
+from .safetensors_files.writer import ModelFolder, as_bytes, check_folder
 
 
 @torch.no_grad()

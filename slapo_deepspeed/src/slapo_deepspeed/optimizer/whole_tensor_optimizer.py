@@ -13,8 +13,7 @@ from slapo_core import BuildError, Program, shard_spec
 from slapo_training.distributed import all_reduce
 from slapo_training.model import Chunk, boxes, piece_of
 from slapo_training.optimizers import WholeTensorOptimizer
-from slapo_training.optimizers.introspection import OneStep
-from slapo_training.optimizers.probe import is_step_divisible
+from slapo_training.optimizers.probe import OneStep, is_step_divisible
 from slapo_training.optimizers.whole_tensors import LocalBox, WholeTensor
 
 from ..process_state._deepspeed_private import FlatRange, flat_ranges, full_shape, inner_optimizer, num_optimizer_steps

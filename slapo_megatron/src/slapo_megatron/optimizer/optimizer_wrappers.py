@@ -15,7 +15,7 @@ from torch import nn
 from slapo_core import Program
 from slapo_training.gradient_hooks import GradientAccess
 from slapo_training.optimizers import ParameterLayout, WholeTensorOptimizer
-from slapo_training.optimizers.introspection import replace_parameters
+from slapo_training.optimizers.probe import replace_parameters
 
 from ..configuration.options import MegatronOptions
 from ..process_state._megatron_private import gradient_buckets, main_grad, main_param

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slapo_core import BuildError, Program
 from slapo_training.distributed import SingleProcessGroup, run_on_all_ranks
-from slapo_training.engines import stale_engines, without_warnings
+from slapo_training.engines import open_engines, without_warnings
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
 
@@ -60,7 +60,7 @@ class ParallelState:
         ParallelState._users += self.is_ours
         ParallelState._world_of_users = dist.group.WORLD
         if self.is_ours:
-            stale_engines.add(ParallelState)
+            open_engines.add_group_holder(ParallelState)
 
     @classmethod
     def abandon(cls) -> None:

@@ -6,10 +6,9 @@ one error on all ranks, leave. This is the lowest room of the package: it import
 private torch names of the whole package are in ``_torch_private.py``.
 """
 
-from .full_tensors import full_state, original_keys, over_group, plain
-from .grad_norm import clip_grad_norm_
+from .full_tensors import full_state, original_keys, over_group
+from .gradients import clip_grad_norm_, compare_gradients, plain
 from .ranks import Ranks, SingleProcessGroup, all_reduce, run_on_all_ranks, stage_group
-from .replicated_gradients import compare_gradients
 
 __all__ = [
     "SingleProcessGroup",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_core import Schedule, Step, build_program, get_logger, is_sharded, raise_on_all_ranks
+from slapo_core import Schedule, Step, agree_on_error, build_program, get_logger, is_sharded
 
 
 def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) -> DeviceMesh | None:
@@ -23,15 +23,12 @@ def default_mesh(sch: Schedule, target: str, given: dist.ProcessGroup | None) ->
         target: Name of the dialect whose engine will run the model.
         given: Process group given to ``create_schedule``, or None.
     """
-    group, stages, error = sch.group, 1, None
+    group = sch.group
     assert group is not None
-    try:
+    with agree_on_error(None, group):
         if "data_parallel" not in sch.registry.get("dialect", target).capabilities:
             return None
         stages = len(build_program(sch).stages)
-    except Exception as err:
-        error = err
-    raise_on_all_ranks(error, None, group)
     uses_group = any(sch.registry.primitive(step.name).over_group for step in _all_steps(sch.journal.steps))
     split = uses_group or given is not None or any(map(is_sharded, sch.root_module.parameters()))
     world = sch.world_size

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core import Program, Schedule, ScheduleError, ShardSpec, is_sharded, parameter_facts, raise_on_all_ranks, shard_spec
 
-from .replicated_gradients import compare_gradients
+from .gradients import compare_gradients, plain
 
 State = dict[str, torch.Tensor | None]
 Read = Callable[[torch.Tensor], torch.Tensor | None]
@@ -98,14 +98,6 @@ def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.d
     buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=dtype, device=device)
     dist.broadcast(buffer.flatten().view(torch.uint8), source, group=group)  # gloo has no float8
     return buffer
-
-
-def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor, detached; refuse DTensors of FSDP2 and empty parameters of ZeRO-3, which shards do not describe."""
-    became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
-    if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
-        raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
-    return tensor.detach() if tensor is not None else None
 
 
 def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
-"""Actions of all ranks together, in a step or in a thread that writes a checkpoint."""
+"""Actions of all ranks together, in a step or in a thread that writes a checkpoint; process groups and random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,6 +15,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_core import BuildError, Program, agree_on_error, gather_objects, mesh_groups, raise_on_all_ranks
 
 from ._torch_private import groups_known, job_timeout
+
+
+@contextmanager
+def synchronized_rng(groups: Iterable[dist.ProcessGroup], device: str) -> Iterator[None]:
+    """Context in which all ranks use the first rank's random numbers. Collective over each group in turn.
+
+    Afterwards, ranks that had the first rank's random state keep its new state; other ranks restore their old state.
+    """
+    own = _state(device)
+    first = own.clone()
+    for group in groups:
+        dist.broadcast(first, group=group, group_src=0)
+    is_same = torch.equal(own, first)
+    if not is_same:
+        _set_state(first, device)
+    try:
+        yield
+    finally:
+        if not is_same:
+            _set_state(own, device)
+
+
+def _state(device: str) -> torch.Tensor:
+    states = [torch.get_rng_state()]
+    if device == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states).to(device)
+
+
+def _set_state(state: torch.Tensor, device: str) -> None:
+    size = torch.get_rng_state().numel()
+    state = state.cpu()
+    torch.set_rng_state(state[:size])
+    if device == "cuda":
+        torch.cuda.set_rng_state(state[size:])
 
 
 class SingleProcessGroup:
@@ -75,6 +111,13 @@ def all_reduce(values: torch.Tensor, mesh: DeviceMesh | None, op: Any = dist.Red
     """
     for group in mesh_groups(mesh):
         dist.all_reduce(values, op=op, group=group)
+    return values
+
+
+def reduce_over_replicas(values: torch.Tensor, program: Program, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """All-reduce a tensor in place over the data-parallel ranks, and return it. Collective over them."""
+    if program.mesh is not None and program.axis_size("dp") > 1:
+        dist.all_reduce(values, op, group=program.mesh.get_group("dp"))
     return values
 
 

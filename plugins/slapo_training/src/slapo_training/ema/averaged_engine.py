@@ -12,11 +12,10 @@ from typing import Any
 from slapo_core import BuildError, Engine
 
 from ..checkpoint.async_save import Buffers, SaveHandle, Saver
-from ..checkpoint.position import Position
+from ..checkpoint.plain_data import Position
 from ..distributed.ranks import Ranks
-from .average_list import AverageList
 from .master_values import MasterWeights
-from .weight_average import WeightAverage
+from .weight_average import AverageList, WeightAverage
 
 
 class AveragedEngine(MasterWeights):

@@ -14,9 +14,9 @@ from slapo_core import BuildError, Program
 
 from ..checkpoint import rng_state
 from ..checkpoint.folder import Checkpoint, CheckpointWriter
-from ..checkpoint.position import Position
+from ..checkpoint.plain_data import Position
 from ..distributed.ranks import Ranks
-from ..ema.average_list import AverageList
+from ..ema.weight_average import AverageList
 from ..model.named_tensors import copy_into
 
 _POSITION = "position.pt"

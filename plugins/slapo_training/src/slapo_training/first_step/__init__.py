@@ -7,6 +7,6 @@ rooms of ``slapo_training`` beside it; it knows no engine.
 """
 
 from .checks import FirstStep
-from .injected_gradients import scaled_gradient
+from .injected_check import scaled_gradient
 
 __all__ = ["FirstStep", "scaled_gradient"]

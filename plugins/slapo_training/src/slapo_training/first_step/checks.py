@@ -12,15 +12,14 @@ import torch.distributed as dist
 from slapo_core import Program, get_logger
 
 from ..batches.microbatches import Batch, labels_of
-from ..distributed.ranks import all_reduce
+from ..distributed.ranks import all_reduce, reduce_over_replicas
 from ..losses.reductions import LabelMean
-from ..model.training_mode import TrainingMode
+from ..model.state_rollback import TrainingMode
 from ..options.check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..options.common_options import CommonOptions
 from .diagnostics import Partition, is_first_rank
 from .injected_check import InjectedCheck
-from .row_counts import UnevenRowCounts
-from .row_subsets import Rows, dissimilar_halves, join_rows, other_replicas
+from .row_subsets import Rows, UnevenRowCounts, dissimilar_halves, join_rows, other_replicas
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
@@ -54,11 +53,7 @@ class LabelCounts:
             return self._found
         counts = labels_of([part.as_dict() for part in parts], self._ignored)
         total = torch.tensor(sum(each[self._kind] for each in counts), device=device)
-        dp = self._program.axis_size("dp")
-        if dp > 1:
-            assert self._program.mesh is not None
-            dist.all_reduce(total, group=self._program.mesh.get_group("dp"))
-        return total.item() / (len(parts) * dp)
+        return reduce_over_replicas(total, self._program).item() / (len(parts) * self._program.axis_size("dp"))
 
 
 class FirstStep:

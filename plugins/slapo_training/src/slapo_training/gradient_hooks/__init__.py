@@ -6,9 +6,8 @@ an engine. It may import ``slapo_core`` and the modules of ``slapo_training`` be
 """
 
 from ..distributed._torch_private import register_first
-from .elementwise_marker import gradient_hook
-from .sharded_attributes import shard_attributes
-from .sharded_hooks import move_hooks
+from .hook_kinds import gradient_hook
+from .sharded_hooks import move_hooks, shard_attributes
 from .step_hooks import GradientAccess, StepHooks
 
 __all__ = ["GradientAccess", "StepHooks", "move_hooks", "shard_attributes", "gradient_hook", "register_first"]

@@ -14,12 +14,22 @@ from torch.utils.hooks import RemovableHandle
 from slapo_core import BuildError, Program, ShardSpec, gather_objects, is_sharded, mesh_groups, parameter_facts, shard_spec
 
 from ..distributed.full_tensors import over_group
-from ..distributed.synchronized_rng import synchronized_rng
-from .closure_references import reads_weights
-from .elementwise_marker import is_elementwise
-from .hook_tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_user_hook, put_table, table_of
-from .sharded_hooks import ShardedHook
-from .whole_parameter import Origin, Place, whole_parameter
+from ..distributed.ranks import synchronized_rng
+from .hook_kinds import is_elementwise, reads_weights
+from .sharded_hooks import (
+    TABLES,
+    TENSOR_HOOKS,
+    Hook,
+    HookRef,
+    Origin,
+    Place,
+    ShardedHook,
+    Table,
+    is_user_hook,
+    put_table,
+    table_of,
+    whole_parameter,
+)
 
 
 class GradientAccess:

@@ -3,7 +3,7 @@
 ``microbatch_loss`` calls the model and the loss function, ``output_loss`` finds the loss in a model's output (option
 ``loss``), and ``reductions`` records over how many labels a loss is a mean. ``weighted_terms`` and ``replica_loss``
 implement the options ``loss_weights`` and ``loss_over``. Outputs and labels enter; scalar losses and their reductions
-leave. It may import ``slapo_core``, ``slapo_tracing``, ``batches`` and the private torch names in ``distributed``.
+leave. It may import ``slapo_core``, ``slapo_tracing``, ``batches`` and ``distributed``.
 
 The loss is the part that ``loss=`` names, the part called ``loss``, or the only scalar with a gradient. Its position
 in the output is remembered for evaluation, where nothing has a gradient. A loss that consists of one

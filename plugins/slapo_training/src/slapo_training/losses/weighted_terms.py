@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_core import BuildError, Program, gather_objects
 
 from ..batches.microbatches import Batch
 from ..batches.nested_tensors import fields_of, tensors_of
+from ..distributed.ranks import reduce_over_replicas
 from .microbatch_loss import LossFn, MicroBatchLoss, one_number
 from .output_loss import OutputLoss
 from .reductions import ReductionTracker
@@ -85,9 +85,7 @@ class LossTerms:
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
         if dp > 1:
-            assert self._program.mesh is not None
-            totals = totals.to(self._device)
-            dist.all_reduce(totals, group=self._program.mesh.get_group("dp"))
+            totals = reduce_over_replicas(totals.to(self._device), self._program)
         parts = len(self._own) * dp
         weighted = [
             [count * parts / total if total else 0.0 for count, total in zip(counts, totals.tolist(), strict=True)]

@@ -8,9 +8,8 @@ snapshots leave. It may import ``slapo_core`` and ``slapo_tracing`` alone.
 
 from . import named_tensors
 from .named_tensors import Tensors, buffers, copy_into, is_wrapper_subclass, make_dense, parameters
-from .pieces import Chunk, Piece, Ranges, Span, boxes, chunks_of, piece_of, with_dim
-from .state_rollback import StateSnapshot
-from .training_mode import TrainingMode
+from .pieces import Chunk, Piece, Ranges, Span, boxes, chunks_of, piece_of, spans_of, with_dim
+from .state_rollback import StateSnapshot, TrainingMode
 
 __all__ = [
     "Chunk",
@@ -27,6 +26,7 @@ __all__ = [
     "named_tensors",
     "parameters",
     "piece_of",
+    "spans_of",
     "with_dim",
     "make_dense",
     "copy_into",

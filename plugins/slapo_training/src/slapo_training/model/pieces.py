@@ -69,6 +69,28 @@ def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator
             yield from (part for span in spans if (part := span.of(chunk)) is not None)
 
 
+def spans_of(dim: int, parts: Iterable[tuple[str, tuple[int, int], int]]) -> Iterator[tuple[str, tuple[Span, ...], bool]]:
+    """Iterate over the tensors that a fused one consists of.
+
+    Args:
+        dim: Dimension along which the parts are concatenated.
+        parts: Name of a tensor, the range of it along ``dim``, and its whole size along ``dim``.
+
+    Yields:
+        Name, ranges, and True if each element of the tensor is there once.
+    """
+    spans: dict[str, list[Span]] = {}
+    sizes: dict[str, int] = {}
+    at = 0
+    for name, (start, stop), size in parts:
+        spans.setdefault(name, []).append(Span(dim, at, start, stop - start))
+        sizes[name] = size
+        at += stop - start
+    for name, own in spans.items():
+        edges = sorted((span.start, span.start + span.size) for span in own)
+        yield name, tuple(own), [0, *(stop for _, stop in edges)] == [*(start for start, _ in edges), sizes[name]]
+
+
 def with_dim(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
     """Return a shape or an offset with another number along one dimension."""
     return (*numbers[:dim], number, *numbers[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Rollback of changes of extra runs: state of the model, and random states of the process."""
+"""State of a model and random states of the process, restored after extra runs; training and evaluation mode."""
 
 from __future__ import annotations
 
@@ -16,6 +16,29 @@ from torch import fx, nn
 
 from slapo_core import HOOK_TABLES, rng_state, set_rng_state
 from slapo_tracing.recording import PythonRandomState
+
+
+class TrainingMode:
+    """Switches a model between its modes; modules that the user set to ``.eval()`` stay in evaluation mode.
+
+    A model that is in evaluation mode as a whole, e.g. from ``from_pretrained``, trains as a whole.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._frozen = [m for m in root.modules() if not m.training] if root.training else []
+
+    def set(self, training: bool) -> None:
+        """Switch the mode if the model is in the other one."""
+        if self._root.training != training:
+            self._root.train(training)
+            self.restore_frozen()
+
+    def restore_frozen(self) -> None:
+        """Set the frozen modules to evaluation mode again, after a switch of the whole model."""
+        for module in self._frozen:
+            module.training = False
+
 
 _TORCHS_OWN = set(vars(nn.Module()))
 """Attributes of every ``nn.Module``."""

@@ -7,9 +7,8 @@ the same local parameters leaves. It imports ``slapo_core`` and ``slapo_training
 """
 
 from . import whole_tensor_checkpoint
-from .construction import OptimizerConstruction, make_on_all_ranks
+from .construction import OptimizerConstruction, adopt_optimizer, lr_scheduler_class, make_on_all_ranks
 from .named_optimizers import NamedOptimizer, named_optimizers
-from .rank_optimizer import adopt_optimizer, lr_scheduler_class
 from .whole_tensor_construction import ParameterLayout
 from .whole_tensor_optimizer import WholeTensorOptimizer
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..model.named_tensors import Tensors
-from .introspection.nested_optimizers import named_optimizers_in
+from .probe.introspection import named_optimizers_in
 from .whole_tensor_optimizer import WholeTensorOptimizer
 
 
@@ -45,7 +45,7 @@ class NamedOptimizer(NamedTuple):
         """Return the state of a parameter for ``load_state_dict``: per-element state of its ``local`` tensor, and the rest."""
         if name not in self.parts:
             return {**elements, **rest}
-        from .dtensors.optimizer_state import step_state  # noqa: PLC0415  torch.distributed.tensor takes a second
+        from .dtensors import step_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
         return step_state(self.known[name], elements, rest)
 

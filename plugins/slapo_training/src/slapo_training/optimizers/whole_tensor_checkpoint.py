@@ -13,8 +13,8 @@ from slapo_core import BuildError
 from ..checkpoint.plain_data import check_plain
 from ..engines.checkpoint_files import bytes_of
 from ..model.named_tensors import Tensors
+from .construction import lr_scheduler_class
 from .named_optimizers import NamedOptimizer, named_optimizers
-from .rank_optimizer import lr_scheduler_class
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.whole_tensor import local_of
 
@@ -108,7 +108,7 @@ def _state_of(named: NamedOptimizer) -> dict[str, Any]:
 
 def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[int, int, list[Any]]:
     """Return the dimension and start of a shard, and the keys of the state that is sharded like it."""
-    from .dtensors.optimizer_state import shard_of  # noqa: PLC0415  torch.distributed.tensor takes a second
+    from .dtensors import shard_of  # noqa: PLC0415  torch.distributed.tensor takes a second
 
     parameter: Any = named.known[name]
     dim, start, _ = shard_of(parameter)
@@ -118,7 +118,7 @@ def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[
 def _own_state(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if name not in named.parts:
         return state
-    from .dtensors.optimizer_state import shares_of  # noqa: PLC0415  torch.distributed.tensor takes a second
+    from .dtensors import shares_of  # noqa: PLC0415  torch.distributed.tensor takes a second
 
     parameter: Any = named.known[name]
     return shares_of(parameter, state)

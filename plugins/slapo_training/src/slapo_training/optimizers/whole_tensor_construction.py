@@ -16,13 +16,11 @@ from torch import nn
 
 from slapo_core import BuildError, Program, is_sharded, parameter_facts, shard_spec
 
-from ..distributed.ranks import all_reduce, stage_group
-from ..distributed.synchronized_rng import synchronized_rng
+from ..distributed.ranks import all_reduce, stage_group, synchronized_rng
 from ..model.named_tensors import parameters
 from ..model.pieces import Piece, piece_of
 from ..options.optimizer_blocks import OptimizerBlocks, blocks_of
-from .introspection.nested_optimizers import Optimizer, referenced_parameters
-from .introspection.parameter_tables import has_state, replace_parameters
+from .probe.introspection import Optimizer, has_state, referenced_parameters, replace_parameters
 from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
 from .whole_tensors.owner_exchange import LocalBox
@@ -179,7 +177,7 @@ class WholeTensorConstruction:
         dims = self._even_dims(wholes, group)
         parts = [whole for whole, dim in zip(wholes, dims, strict=True) if dim is not None]
         if parts:
-            from .dtensors.stand_ins import DTensorStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors import DTensorStandIns  # noqa: PLC0415  torch.distributed.tensor takes a second
 
             assert group is not None
             yield DTensorStandIns(parts, [dim for dim in dims if dim is not None], group)
@@ -194,8 +192,7 @@ class WholeTensorConstruction:
         large = [math.prod(whole.shape) >= MIN_SHARDED_NUMEL for whole in wholes]
         if not any(large):
             return none
-        from .dtensors.shard_probe import steps_shards  # noqa: PLC0415  torch.distributed.tensor takes a second
-        from .dtensors.stand_ins import even_dim, mesh_over  # noqa: PLC0415
+        from .dtensors import even_dim, mesh_over, steps_shards  # noqa: PLC0415  torch.distributed.tensor takes a second
 
         found = [even_dim(whole, self._layout.piece(whole.source), group) for whole in wholes]
         device = wholes[0].source.device

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
+from .probe.introspection import Optimizer, groups_in, optimizers_in
 from .whole_tensors.stand_ins import StandIns
 
 Group = dict[str, Any]
@@ -163,7 +163,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _normalize_state(self) -> None:
         if any(each.is_in_place for each in self.stand_ins):
-            from .dtensors.optimizer_state import normalize_state  # noqa: PLC0415  torch.distributed.tensor takes a second
+            from .dtensors import normalize_state  # noqa: PLC0415  torch.distributed.tensor takes a second
 
             normalize_state(self.inner)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from slapo_core import UnknownNameError
 
-from .errors import OpenSymbolError, TuneError
-from .symbol import Symbol
+from .symbol import OpenSymbolError, Symbol, TuneError
 
 UpdateSpace = Callable[[Mapping[str, Any], "Space"], "Space | None"]
 """The ``update_space(args, space)`` of a configuration file; it may return None for the space that it was given."""

@@ -1,24 +1,125 @@
-"""One run of the training script in a process of its own, which ends with all that it started."""
+"""One run of the training script in a process of its own: its environment, signals, and the end of all that it started."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import IO, Any
 
 from slapo_core import get_logger
 
+from ..search_space.symbol import TuneError
 from . import process_cleanup
-from .environment import MARK, trial_environment
-from .interruption import Interruption
+
+TERMINATION_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+
+
+class Interruption:
+    """Takes the signals that want the program to end, in a ``with`` block, and notes the first as ``number``.
+
+    A signal raises ``KeyboardInterrupt``, except inside :meth:`deferred`, where it is only noted.
+
+    A signal that is ignored, as under ``nohup``, stays so. Outside of the main thread nothing is noted, as Python handles
+    signals there alone.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+        self._deferred = False
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            numbers = [number for number in TERMINATION_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def defer_signals(self) -> Iterator[None]:
+        """Only note signals in a block, which looks at ``number`` itself."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        if not self._deferred:
+            raise KeyboardInterrupt
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, e.g. ``"SIGINT"``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of those that have no name of their own
+        return f"signal {number}"
+
+
+MARK = "SLAPO_TUNE_TRIAL"
+"""The variable by which the processes of a trial are found, whatever session they are in."""
+
+
+def trial_environment(values: Mapping[str, Any], mark: str) -> dict[str, str]:
+    """Return this process's environment with each symbol in it, ``batch_size`` as ``SLAPO_TUNE_BATCH_SIZE``, ``BATCH_SIZE`` and
+    ``batch_size``.
+
+    Args:
+        values: Values of the symbols.
+        mark: Value of ``SLAPO_TUNE_TRIAL``, a name of the trial that no other has.
+    """
+    given = {variable: str(value) for name, value in values.items() for variable in variables(name)}
+    return {"PYTHONUNBUFFERED": "1", **os.environ, **given, MARK: mark}
+
+
+def variables(name: str) -> tuple[str, str, str]:
+    """Return the names of the environment variables of a symbol."""
+    bare = re.sub(r"\W", "_", name)
+    return f"SLAPO_TUNE_{bare.upper()}", bare.upper(), bare
+
+
+def check_variables(values: Mapping[str, Any]) -> None:
+    """Refuse symbols that the environment of a trial cannot hold.
+
+    Raises:
+        TuneError: the variable of a symbol is one that this process has already, as ``PATH``, the tuner's own, or that of
+            another symbol; or a value is one that no variable can have.
+    """
+    owners: dict[str, str] = {}
+    for name, value in values.items():
+        for variable in dict.fromkeys(variables(name)):
+            if variable in os.environ or variable == MARK:
+                raise TuneError(
+                    f"symbol({name!r}): the environment has a variable {variable!r} already, by which a trial would get the "
+                    "value; call the symbol otherwise, or unset the variable"
+                )
+            if owners.setdefault(variable, name) != name:
+                raise TuneError(
+                    f"symbol({name!r}): its variable {variable!r} is that of {owners[variable]!r} too; call one otherwise"
+                )
+        try:
+            unusable = b"\0" in os.fsencode(str(value))
+        except UnicodeEncodeError:
+            unusable = True
+        if unusable:
+            raise TuneError(f"symbol({name!r}): neither arguments nor the environment of a program can hold {str(value)!r}")
+
 
 POLL_SECONDS = 0.05
 

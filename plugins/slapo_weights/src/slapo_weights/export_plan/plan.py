@@ -10,12 +10,10 @@ import torch
 
 from slapo_core import BuildError
 
-from ..huggingface.save_conversion import ConversionGroup, identity_groups
-from ..huggingface.unmodified_model import UnmodifiedModel
+from ..huggingface.unmodified_model import ConversionGroup, UnmodifiedModel, identity_groups
 from ..safetensors_files.writer import METADATA, TensorEntry
 from .export_source import ExportSource
-from .tensor_origins import by_written_name, origins
-from .whole_tensors import PieceDescription, WholeTensor, description_of, whole_of
+from .tensor_origins import PieceDescription, WholeTensor, by_written_name, description_of, origins, whole_of
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _BUNDLE = 1 << 26

@@ -11,9 +11,8 @@ from torch import nn
 
 from slapo_core import shard_spec
 
-from ...gradient_hooks.sharded_attributes import is_shaped_like
-from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in
-from ..introspection.parameter_tables import plain_values_of
+from ...gradient_hooks.sharded_hooks import is_shaped_like
+from .introspection import Optimizer, groups_in, optimizers_in, plain_values_of
 
 _REPRESENTATIVES = 2
 _NUMBERS = ("_fsdp_orig_uid",)

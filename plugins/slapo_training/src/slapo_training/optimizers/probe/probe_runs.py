@@ -12,9 +12,16 @@ import torch
 from torch import nn
 
 from ...distributed._torch_private import CollectiveCalledError
-from ..introspection.nested_optimizers import Optimizer, groups_in, optimizers_in, parameters_in
-from ..introspection.parameter_tables import replace_in_tables
-from ..introspection.step_counters import OneStep, advance, counts
+from .introspection import (
+    OneStep,
+    Optimizer,
+    advance,
+    counts,
+    groups_in,
+    optimizers_in,
+    parameters_in,
+    replace_in_tables,
+)
 from .optimizer_copies import copy_optimizer, probe_parameter, representatives, substituted_states
 
 Cut = Callable[[torch.Tensor], torch.Tensor]

@@ -11,8 +11,7 @@ import torch
 from slapo_core import failure_reason, shard_spec
 
 from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
-from ..introspection.nested_optimizers import Optimizer, parameters_in
-from ..introspection.parameter_tables import has_positions
+from .introspection import Optimizer, has_positions, parameters_in
 from .optimizer_copies import representatives
 from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolate
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...gradient_hooks.sharded_attributes import attributes_cut_with
+from ...gradient_hooks.sharded_hooks import attributes_cut_with
 from .owner_exchange import LocalBox, OwnerExchange, assign_owners
 from .whole_tensor import WholeTensor, stand_in
 

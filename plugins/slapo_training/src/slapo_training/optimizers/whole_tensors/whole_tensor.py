@@ -11,8 +11,8 @@ from torch import nn
 
 from slapo_core import parameter_facts, successor
 
-from ...gradient_hooks.hook_tables import TABLES
-from ...model.pieces import Chunk, Span, chunks_of, with_dim
+from ...gradient_hooks.sharded_hooks import TABLES
+from ...model.pieces import Chunk, Span, chunks_of, spans_of, with_dim
 from ...options.optimizer_blocks import OptimizerBlocks
 
 MADE_OF = "slapo_made_of"
@@ -91,14 +91,5 @@ def local_of(value: Any) -> Any:
 
 def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
     """Return the ranges of each parameter in a fused one; None unless each is there completely and once."""
-    dim, parts = made[0], made[1]
-    spans: dict[str, list[Span]] = {}
-    at = 0
-    for name, (start, stop), _ in parts:
-        spans.setdefault(name, []).append(Span(dim, at, start, stop - start))
-        at += stop - start
-    for name, _, size in parts:
-        edges = sorted((span.start, span.start + span.size) for span in spans[name])
-        if [0, *(stop for _, stop in edges)] != [*(start for start, _ in edges), size]:
-            return None
-    return {name: tuple(own) for name, own in spans.items()}
+    found = [*spans_of(made[0], made[1])]
+    return {name: spans for name, spans, _ in found} if all(is_complete for *_, is_complete in found) else None

@@ -1,9 +1,19 @@
-"""Numbers of steps in the lines that an engine prints."""
+"""Output of an engine's own code: numbers of steps in its log, and warnings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress warnings inside: those of an engine's own code are for its authors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def log_fields(lines: Iterable[str], patterns: Mapping[str, re.Pattern[str]]) -> dict[int, dict[str, float]]:

@@ -1,14 +1,137 @@
-"""Tables of an optimizer with parameters or their ids: its state, and sets, dicts and lists in attributes."""
+"""Tables of a ``torch.optim.Optimizer``, read and rewritten in place.
+
+Wrappers and composites hold nested optimizers in attributes. Parameters or their ids are in groups, in the state, and in sets,
+dicts and lists of attributes. Step counters are advanced to probe steps after a warm-up, and restored between calls that form
+one step.
+"""
 
 from __future__ import annotations
 
+import copy
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .nested_optimizers import Optimizer, groups_in, optimizers_in, referenced_parameters
+Optimizer = torch.optim.Optimizer
+
+_OPAQUE = (torch.Tensor, nn.Module, dist.ProcessGroup, DeviceMesh, type, types.FunctionType, types.MethodType, types.ModuleType)
+_OWN = ("state", "param_groups", "defaults")
+_DEEPEST = 5
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and its nested optimizers in attributes, containers or plain objects, each once."""
+    return list(named_optimizers_in(optimizer).values())
+
+
+def named_optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizer under ``""`` and its nested optimizers by path, e.g. ``"parts.0"``, each once."""
+    found: dict[str, Optimizer] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, place: tuple[str, ...], depth: int) -> None:
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, _OPAQUE):
+            return
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[".".join(place)] = value
+            depth = 0
+        for name, each in _inner_values(value):
+            visit(each, (*place, name), depth + 1)
+
+    visit(optimizer, (), 0)
+    return found
+
+
+def groups_in(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer and its nested optimizers, each once."""
+    groups = (group for each in optimizers_in(optimizer) for group in each.param_groups)
+    return list({id(group): group for group in groups}.values())
+
+
+def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer and its nested optimizers step, each once."""
+    held = (parameter for group in groups_in(optimizer) for parameter in group["params"])
+    return list({id(parameter): parameter for parameter in held}.values())
+
+
+def referenced_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in groups and in list attributes of an optimizer and its nested optimizers, each once."""
+    lists = (value for each in optimizers_in(optimizer) for value in vars(each).values() if isinstance(value, list))
+    others = (item for value in lists for item in value if isinstance(item, nn.Parameter))
+    return list({id(parameter): parameter for parameter in (*parameters_in(optimizer), *others)}.values())
+
+
+def _inner_values(value: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate by name over the values in a value that may hold an optimizer."""
+    if isinstance(value, list | tuple):
+        yield from ((str(number), each) for number, each in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((str(key) if isinstance(key, str | int) else "?", each) for key, each in value.items())
+    elif hasattr(value, "__dict__"):
+        own = _OWN if isinstance(value, Optimizer) else ()
+        yield from ((name, each) for name, each in vars(value).items() if name not in own)
+
+
+Counts = dict[tuple[int, Any], float]
+
+
+def counts(optimizer: Optimizer) -> Counts:
+    """Return the numbers in state, groups and attributes of an optimizer and nested ones, by table and key."""
+    return {(id(table), key): float(value) for table, key, value in _counters(optimizer)}
+
+
+def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
+    """Add ``steps`` to each number that the last step increased by one since ``before``, the result of ``counts``."""
+    moved = set[int]()
+    for table, key, value in list(_counters(optimizer)):
+        if float(value) - before.get((id(table), key), 0.0) != 1:
+            continue
+        if not isinstance(value, torch.Tensor):
+            table[key] = value + steps
+        elif id(value) not in moved:
+            moved.add(id(value))
+            value.detach().add_(steps)
+
+
+class OneStep:
+    """Several calls of ``step`` that form one step, each of other parameters.
+
+    Numbers in attributes, e.g. a count of steps, would advance in each call. They are restored before each call but the first.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        tables = [vars(each) for each in optimizers_in(optimizer)]
+        self._before = [
+            (table, key, copy.deepcopy(value)) for table in tables for key, value in table.items() if _is_number(value)
+        ]
+
+    def restore_counters(self) -> None:
+        """Restore the numbers for another call."""
+        for table, key, value in self._before:
+            table[key] = copy.deepcopy(value)
+
+
+def _counters(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
+    for each in optimizers_in(optimizer):
+        states = [state for state in each.state.values() if isinstance(state, dict)]
+        tables: list[Any] = [vars(each), each.state, *each.param_groups, *states]
+        for table in tables:
+            for key, value in table.items():
+                if _is_number(value):
+                    yield table, key, value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 _PLAIN = (bool, int, float, str)
 Successors = Callable[[nn.Parameter], Sequence[nn.Parameter]]
