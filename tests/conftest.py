@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 
@@ -23,6 +24,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite: one test alone impor
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "megatron.core",
         "peft",
+        "slapo_deepspeed.engine",
+        "slapo_megatron.engine",
+        "slapo_sharding.planning.derived_plan",
+        "slapo_torch.engine",
     )
 # the same examples in every run, and no test fails because the machine is busy
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
@@ -33,6 +38,12 @@ hypothesis.settings.load_profile("repository")
 def same_seed() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the tests and the modules imported so far from garbage collection, which would go through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
