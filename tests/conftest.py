@@ -14,6 +14,7 @@ from slapo_testing import clean_up_with, preload
 from slapo_training.engines.stale_engines import abandon_stale
 
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 10, 10)  # each full collection goes through all tests and all modules of the engines
 clean_up_with(abandon_stale)  # engines that a job left open keep threads
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite: one test alone imports what it needs
     preload(
@@ -38,12 +39,6 @@ hypothesis.settings.load_profile("repository")
 def same_seed() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
-
-
-def pytest_collection_finish() -> None:
-    """Exempt the tests and the modules imported so far from garbage collection, which would go through them again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
