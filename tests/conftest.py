@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 
@@ -13,6 +14,7 @@ from slapo_testing import clean_up_with, preload
 from slapo_training.engines.open_engines import abandon_stale
 
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 10, 10)  # each full collection goes through all tests and all modules of the engines
 clean_up_with(abandon_stale)  # engines that a job left open keep threads
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite: one test alone imports what it needs
     preload(
@@ -23,6 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite: one test alone impor
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "megatron.core",
         "peft",
+        "slapo_deepspeed.engine",
+        "slapo_megatron.engine",
+        "slapo_sharding.planning.derived_plan",
+        "slapo_torch.engine",
     )
 # the same examples in every run, and no test fails because the machine is busy
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from slapo_testing import run_distributed
 
 from . import page_runner
 
@@ -37,7 +45,34 @@ def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
     (folder / "train.py").write_text(script, encoding="utf-8")
     run = torchrun(folder, "--nproc-per-node", str(ranks), "train.py")
     assert run.returncode == 0, run.stderr
-    return [float(line.split()[1]) for line in run.stdout.splitlines() if re.match(r"\d ", line)]
+    return printed_losses(run.stdout)
+
+
+def printed_losses(output: str) -> list[float]:
+    return [float(line.split()[1]) for line in output.splitlines() if re.match(r"\d ", line)]
+
+
+def output_of(rank: int) -> str:
+    """Run ``train.py`` with the variables that torchrun sets, and return its output."""
+    dist.destroy_process_group()  # the script creates its own
+    with redirect_stdout(StringIO()) as output:
+        runpy.run_path("train.py", run_name="__main__")
+    sys.modules.pop("gpt", None)
+    return output.getvalue()
+
+
+def losses_of_workers(folder: Path, script: str, ranks: int) -> list[float]:
+    """As ``losses_of``, in processes that have imported torch already."""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", port)
+        patch.syspath_prepend(folder)
+        patch.chdir(folder)
+        return printed_losses("".join(run_distributed(output_of, ranks)))
 
 
 def script() -> str:
@@ -78,8 +113,16 @@ def line_with(start: str, script: str) -> str:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("mesh", ["(2, 1, 2)", pytest.param("(2, 2, 2)", marks=pytest.mark.slow)])
-def test_the_readmes_own_model_trains_as_the_unmodified_one(mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "losses_of"),
+    [
+        ("(2, 1, 2)", losses_of_workers),
+        *(pytest.param(mesh, losses_of, marks=pytest.mark.slow) for mesh in ("(2, 1, 2)", "(2, 2, 2)")),
+    ],
+)
+def test_the_readmes_own_model_trains_as_the_unmodified_one(
+    mesh: str, losses_of: Callable[[Path, str, int], list[float]], tmp_path: Path
+) -> None:
     script = hand_written(tmp_path)
     seed, inputs, adamw = (line_with(start, script) for start in ("torch.manual_seed", "ids, targets", "adamw = "))
     expected = losses_of(tmp_path, UNMODIFIED.format(inputs=f"{seed}\n{inputs}", adamw=adamw), 1)

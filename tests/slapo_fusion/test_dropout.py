@@ -103,7 +103,7 @@ def test_probabilities_that_16_bits_cannot_give_have_the_masks_of_torch(p: float
     torch.testing.assert_close(y, F.dropout(X, p))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_fused_region_with_fast_masks_has_the_gradients_of_its_mask(dtype: torch.dtype) -> None:
     x = X.to(dtype, copy=True).requires_grad_()
     sch = create_schedule(Dropped(), example_inputs=(x,)).trace()

@@ -24,7 +24,7 @@ def ranks(layout: dict[str, int]) -> int:
     return layout.get("pp", 1) * layout.get("tp", 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("key", "layout"),
     [

@@ -245,7 +245,6 @@ def imported(rank: int) -> bool:
 
 
 def test_workers_have_what_was_imported_for_all_and_come_from_a_new_server_when_one_has_died() -> None:
-    shutdown_workers()
     assert run_distributed(imported, 2) == [False, False]
     shutdown_workers()
     try:

@@ -106,8 +106,13 @@ def _errors(rank: int, chosen: list[str]) -> dict[str, float | str]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("words", ["ignored labels", pytest.param("", marks=pytest.mark.slow)])
-def test_injected_gradients_weigh_as_in_the_whole_batch(words: str) -> None:
-    for found in run_distributed(_errors, 2, [name for name, _ in cases() if words in name], timeout=300):
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_injected_gradients_weigh_as_in_the_whole_batch(fast: bool) -> None:
+    names = [name for name, _ in cases()]
+    if fast:
+        names = [
+            name for name in names if "ignored labels" in name and not name.startswith(("ZeRO-0", "ZeRO-2", "recomputed, dp"))
+        ]
+    for found in run_distributed(_errors, 2, names, timeout=300):
         assert found
         assert {name: value for name, value in found.items() if not (isinstance(value, float) and value < 2e-4)} == {}

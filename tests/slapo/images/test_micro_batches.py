@@ -126,7 +126,7 @@ def split(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llava", "intern", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma", "pali", "smol"))]
+    "kind", ["intern", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llava", "gemma", "pali", "smol"))]
 )
 def test_tensor_parallel_splits_the_vision_part(kind: str) -> None:
     run_distributed(split, 2, kind, timeout=100)

@@ -28,7 +28,7 @@ def structure(model: torch.nn.Module) -> list[Any]:
     return [(name, type(module), id(module)) for name, module in model.named_modules()]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", seeds(FAST, 200))
 def test_an_order_builds_is_right_can_be_undone_and_replayed(seed: int, tmp_path: Any) -> None:
     order = Order(seed)

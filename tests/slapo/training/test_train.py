@@ -34,8 +34,9 @@ def largest_difference(record: dict[str, Any]) -> float:
     return max(abs(own - other) for own, other in zip(record["losses"], record["reference"], strict=True))
 
 
-def test_tensor_parallel_stages_equal_the_unmodified_model(tmp_path: Path):
-    record = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --lr 1e-2 --reference")
+@pytest.mark.parametrize("model", ["--model llama --sequence-parallel", pytest.param("", marks=pytest.mark.slow)])
+def test_tensor_parallel_stages_equal_the_unmodified_model(tmp_path: Path, model: str):
+    record = train(tmp_path, f"{model} --tp 2 --pp 2 {SMALL} --lr 1e-2 --reference")
     assert largest_difference(record) <= 1e-4
     assert record["losses"][-1] < record["losses"][0], "it learns"
 
@@ -53,12 +54,11 @@ def test_layouts_equal_the_unmodified_model(tmp_path: Path, layout: str):
     assert largest_difference(train(tmp_path, f"{SMALL} {layout} --reference")) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        *(pytest.param(f"--model {model} --tp 2", marks=pytest.mark.slow) for model in ("gpt2", "llama", "t5")),
-        pytest.param("--model gpt2 --tp 4", marks=pytest.mark.slow),
-        *(pytest.param(f"--model {model} --tp 4", marks=pytest.mark.slow) for model in ("llama", "t5")),
+        *(f"--model {model} --tp {ranks}" for model in ("gpt2", "llama", "t5") for ranks in (2, 4)),
         "--model llama --tp 2 --sequence-parallel",
     ],
 )

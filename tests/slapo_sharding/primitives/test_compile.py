@@ -76,12 +76,12 @@ def test_one_graph_through_inductor(make: str):
     assert run_distributed(_compiled, 2, make, "inductor", timeout=280) == [[1, 0], [1, 0]]
 
 
-def _of_several_lengths(rank: int, kind: str) -> None:
-    """Compile a block around a module that runs from graphs, and call it with other shapes."""
+def _of_several_lengths(rank: int, kind: str, num_compiled: int) -> None:
+    """Compile blocks around a module that runs from graphs, and call them with other shapes."""
     expected, model = net(kind), net(kind)
     sch = create_schedule(model, example_inputs=(tokens(2, 8),))
     sch.tensor_parallel()
-    for index in range(2):
+    for index in range(num_compiled):
         sch[f"blocks.{index}"].compile(backend="aot_eager")
     build(sch)
     for number, shape in enumerate(((2, 8), (2, 8), (2, 12), (3, 6))):
@@ -94,9 +94,12 @@ def _of_several_lengths(rank: int, kind: str) -> None:
             torch.testing.assert_close(gradient, expected.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["SplitByWidth", pytest.param("ListOfHeads", marks=pytest.mark.slow)])
-def test_compiled_code_by_hand_runs_with_other_shapes(kind: str):
-    run_distributed(_of_several_lengths, 2, kind, timeout=200)
+@pytest.mark.parametrize(
+    ("kind", "num_compiled"),
+    [("SplitByWidth", 1), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("SplitByWidth", "ListOfHeads"))],
+)
+def test_compiled_code_by_hand_runs_with_other_shapes(kind: str, num_compiled: int):
+    run_distributed(_of_several_lengths, 2, kind, num_compiled, timeout=200)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

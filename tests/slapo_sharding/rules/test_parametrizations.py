@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,7 +157,7 @@ def made(kind: str, both: bool) -> Blocks:
     return Blocks(kind, both)
 
 
-def each_apart(rank: int, kinds: list[str], both: bool, plan: dict[str, str] | None) -> dict[str, tuple[float, set[str]]]:
+def each_apart(rank: int, kinds: Sequence[str], both: bool, plan: dict[str, str] | None) -> dict[str, tuple[float, set[str]]]:
     return {kind: apart(kind, both, plan) for kind in kinds}
 
 
@@ -178,12 +178,17 @@ def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, se
     return worst, {name for name, parameter in model.named_parameters() if shard_spec(parameter) is not None}
 
 
-@pytest.mark.sampled(1)
+FAST = ("weight norm", "orthogonal", "mixed", "elementwise bias", "watching", "factors", "older weight norm")
+
+
 @pytest.mark.multiproc
-@pytest.mark.parametrize("both", [True, False])
-def test_a_derived_plan_splits_computed_weights_that_allow_it(both: bool) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "both"),
+    [(FAST, True), *(pytest.param(tuple(KINDS), both, marks=pytest.mark.slow) for both in (True, False))],
+)
+def test_a_derived_plan_splits_computed_weights_that_allow_it(kinds: tuple[str, ...], both: bool) -> None:
     rest = {"fc2.weight", "fc2.bias", "proj2.weight"}
-    for found in run_distributed(each_apart, 2, [*KINDS], both, None):
+    for found in run_distributed(each_apart, 2, kinds, both, None):
         for kind, (worst, split) in found.items():
             assert worst < 1e-5, kind
             assert split >= rest, kind
@@ -192,8 +197,9 @@ def test_a_derived_plan_splits_computed_weights_that_allow_it(both: bool) -> Non
 
 
 @pytest.mark.multiproc
-def test_a_given_plan_splits_along_the_outputs() -> None:
-    kinds = [kind for kind, axes in AXES.items() if 0 in axes]
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_given_plan_splits_along_the_outputs(every: int) -> None:
+    kinds = [kind for kind, axes in AXES.items() if 0 in axes][::every]
     for found in run_distributed(each_apart, 2, kinds, False, {"fc": "colwise", "proj": "rowwise"}):
         for kind, (worst, split) in found.items():
             assert worst < 1e-5, kind
@@ -230,8 +236,10 @@ def _shard(path: str, axis: int, schedule: Schedule) -> None:
 
 
 @pytest.mark.multiproc
-def test_a_wrong_split_of_a_computed_weight_is_refused_by_name() -> None:
-    for found in run_distributed(refusals, 2, [kind for kind in KINDS if AXES.get(kind) != {0, 1}]):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_wrong_split_of_a_computed_weight_is_refused_by_name(every: int) -> None:
+    kinds = [kind for kind in KINDS if AXES.get(kind) != {0, 1}][::every]
+    for found in run_distributed(refusals, 2, kinds):
         for kind, said in found.items():
             name = "'bias'" if "bias" in kind else "'weight'"
             assert all(f"{name} is computed by " in sentence for sentence in said), (kind, said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,22 +77,31 @@ def _resumed(rank: int, path: str) -> list[float]:
     return losses(engine, mesh, data[2:])
 
 
-def test_two_runs_are_identical_and_resuming_goes_on_exactly(tmp_path: Path) -> None:
-    once = run_distributed(_with_dropout, 4, str(tmp_path / "checkpoint"))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
+    """A checkpoint behind the second step of two stages and two replicas, and the losses of all steps."""
+    path = str(tmp_path_factory.mktemp("checkpoint") / "saved")
+    return path, run_distributed(_with_dropout, 4, path)
+
+
+def test_two_runs_are_identical_and_resuming_goes_on_exactly(checkpoint: tuple[str, list[list[float]]]) -> None:
+    path, once = checkpoint
     assert run_distributed(_with_dropout, 4, None) == once
     assert len({tuple(run) for run in once}) == 1
-    assert run_distributed(_resumed, 4, str(tmp_path / "checkpoint")) == [run[2:] for run in once]
+    assert run_distributed(_resumed, 4, path) == [run[2:] for run in once]
 
 
-def _other_layout(rank: int, path: str) -> list[str]:
-    mesh = mesh_of(pp=4)
+def _other_layout(rank: int, path: str, stages: int) -> list[str]:
+    mesh = mesh_of(pp=stages)
     engine: Any = build(scheduled(gpt2(), mesh, my_part(tokens(1)[0], mesh)), "torch", optimizer=adamw, microbatches=4)
     return [message_of(lambda: engine.load(path)), message_of(lambda: engine.load(path + "/none"))]
 
 
-def test_another_layout_loads_and_nothing_is_loaded_from_nowhere(tmp_path: Path) -> None:
-    run_distributed(_with_dropout, 4, str(tmp_path))
-    for messages in run_distributed(_other_layout, 4, str(tmp_path)):
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_another_layout_loads_and_nothing_is_loaded_from_nowhere(
+    stages: int, checkpoint: tuple[str, list[list[float]]]
+) -> None:
+    for messages in run_distributed(_other_layout, stages, checkpoint[0], stages):
         assert messages[0] == "no error"
         assert "is no checkpoint of target 'torch': there is no such folder" in messages[1]
 

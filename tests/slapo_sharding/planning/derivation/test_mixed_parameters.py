@@ -190,8 +190,10 @@ def _same(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]
     return parts, told
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [*((kind, 2) for kind in SPLIT), (TiedTable, 4), *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in [*SPLIT][1:])],
+)
 def test_same(kind: Callable[[], nn.Module], ranks: int) -> None:
     parts, _ = run_distributed(_same, ranks, kind, timeout=120)[0]
     assert parts >= {"body.up", "body.down", *SPLIT[kind]}

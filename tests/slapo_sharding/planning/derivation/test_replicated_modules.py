@@ -153,7 +153,7 @@ def split_part(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list
     return {found[1] for found in steps if found}, told
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LEFT)
 def test_the_rest_is_split_and_a_warning_names_the_module(name: str) -> None:
     kind, paths, message = LEFT[name]
@@ -329,7 +329,7 @@ def test_modules_that_stay_whole_are_correct_and_named(kinds: tuple[type[nn.Modu
             assert all(re.fullmatch(expected, message) for message in told), told
 
 
-def of_own_layers(rank: int, layers: list[type[nn.Module]]) -> dict[str, list[str]]:
+def of_own_layers(rank: int, layers: tuple[type[nn.Module], ...]) -> dict[str, list[str]]:
     found = {}
     for layer in layers:
         paths, told = split_part(rank, partial(Beside, partial(OwnLayers, layer)))
@@ -338,8 +338,9 @@ def of_own_layers(rank: int, layers: list[type[nn.Module]]) -> dict[str, list[st
     return found
 
 
-def test_layers_without_a_rule_are_named() -> None:
-    for found in run_distributed(of_own_layers, 2, list(UNKNOWN), timeout=120):
+@pytest.mark.parametrize("layers", [(PackedLinear, KernelLinear), pytest.param(UNKNOWN, marks=pytest.mark.slow)])
+def test_layers_without_a_rule_are_named(layers: tuple[type[nn.Module], ...]) -> None:
+    for found in run_distributed(of_own_layers, 2, layers, timeout=120):
         expected = r"tensor_parallel: blocks\.0\.part\.one stays whole on every rank: no rule splits its products \(\S+:\d+\)"
         for name, told in found.items():
             assert [bool(re.fullmatch(expected, each)) for each in told] == [True], (name, told)

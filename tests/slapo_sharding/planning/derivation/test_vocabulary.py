@@ -162,8 +162,16 @@ def of_kinds(rank: int, kinds: list[type[nn.Module]], sequence_parallel: bool) -
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_embeddings_and_heads_are_split_unless_their_weights_have_other_uses(sequence_parallel: bool) -> None:
-    kinds = [*SPLIT] if not sequence_parallel else [Net, Tied]
+@pytest.mark.parametrize(
+    ("kinds", "sequence_parallel"),
+    [
+        ([OneGraph, Codebooks, ReadWeight, Again], False),
+        ([Net, Tied], True),
+        pytest.param([*SPLIT], False, marks=pytest.mark.slow),
+    ],
+)
+def test_embeddings_and_heads_are_split_unless_their_weights_have_other_uses(
+    kinds: list[type[nn.Module]], sequence_parallel: bool
+) -> None:
     for found in run_distributed(of_kinds, 2, kinds, sequence_parallel, timeout=110):
         assert found == {kind.__name__: SPLIT[kind] for kind in kinds}

@@ -17,6 +17,9 @@ from tests.slapo_sharding.planning.dry_run.test_mode_regions import WIDTH, Atten
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
+WORDS = 2 * WIDTH
+"""More than channels, so that embedding and head are split as a vocabulary is."""
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -33,8 +36,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.blocks = nn.Embedding(10, WIDTH), nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 10)
+        self.tokens, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids)
@@ -48,7 +51,7 @@ def _split(rank: int) -> list[str]:
     """Compare a split model with the unmodified one; return the warnings, without those of the compiler."""
     model, told = Net(), []
     unmodified = copy.deepcopy(model)
-    ids, targets = torch.randint(10, (2, 2, 6), generator=torch.Generator().manual_seed(1))
+    ids, targets = torch.randint(WORDS, (2, 2, 6), generator=torch.Generator().manual_seed(1))
     for block in model.blocks:
         block.mlp.compile(backend="eager")
     handler = logging.Handler(logging.WARNING)

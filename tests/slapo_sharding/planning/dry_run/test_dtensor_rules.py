@@ -117,8 +117,7 @@ def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
     return wrong, compared
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("sharded", [0, 1, 2])
+@pytest.mark.parametrize("sharded", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_compute_the_layouts_of_the_rules(sharded: int) -> None:
     for wrong, compared in run_distributed(_wrong, 2, sharded):
         assert wrong == []

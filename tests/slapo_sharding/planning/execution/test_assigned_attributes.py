@@ -91,7 +91,7 @@ def compare_attributes(rank: int, expected: nn.Module, model: nn.Module) -> None
         torch.testing.assert_close(model.last_loss, expected.last_loss, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [LeavesLoss, ReadsLength, ReadsMap])
+@pytest.mark.parametrize("kind", [LeavesLoss, pytest.param(ReadsLength, marks=pytest.mark.slow), ReadsMap])
 def test_attributes_stored_by_a_forward(kind: Any) -> None:
     for told, is_split in run_distributed(run, 2, kind):
         parts = [
