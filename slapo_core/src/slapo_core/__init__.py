@@ -22,11 +22,10 @@ from .interfaces.primitive import Primitive, call_signature
 from .interfaces.program import Boundary, Program, Stage, TieGroup
 from .modules import paths
 from .modules.forward_arguments import call_arguments, forward_signature, named_inputs, split_inputs
-from .modules.hook_tables import HOOK_TABLES
+from .modules.holders import HOOK_TABLES
 from .modules.parameters import ParameterFacts, ShardSpec, is_sharded, parameter_facts, shard_spec, successor
 from .modules.paths import is_module_list
-from .registration.entries import Entry
-from .registration.lazy_names import lazy_names
+from .registration.entries import Entry, lazy_names
 from .registration.plugins import PluginRecord
 from .registration.registry import Registry, default_registry, list_primitives, register_primitive, use_registry
 from .reporting.errors import (

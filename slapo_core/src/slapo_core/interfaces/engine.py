@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .renderable import Renderable
+from .program import Renderable
 
 
 class Engine(Renderable, ABC):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ..interfaces.primitive import Primitive
-from ..modules.hook_tables import HOOK_TABLES
+from ..modules.holders import HOOK_TABLES
 from ..modules.parameters import parameter_facts
 from ..reporting.errors import ScheduleError, UnknownNameError
 

@@ -1,11 +1,11 @@
-"""Entry of the registry: one name that a plugin provides, and its class or function."""
+"""Names that plugins provide: entries of the registry, and names of packages that are imported when first used."""
 
 from __future__ import annotations
 
 import inspect
 import keyword
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class Entry:
                 raise self._error("Schedule has an attribute of this name")
         if not isinstance(self.target, str):
             self.load()
-        elif not _is_import_path(self.target):
+        elif self.target.count(":") != 1 or not all(part.isidentifier() for part in self.target.replace(":", ".").split(".")):
             raise self._error(f"{self.target!r} is not of the form 'module:Class'")
 
     @staticmethod
@@ -148,6 +148,32 @@ def class_name(target: type) -> str:
     return str(name() if callable(name) else name)
 
 
-def _is_import_path(target: str) -> bool:
-    module, _, attributes = target.partition(":")
-    return all(part.isidentifier() for part in [*module.split("."), *attributes.split(".")])
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a package that imports its public names when they are first used (PEP 562).
+
+    Loading a plugin imports its package, and listing primitives loads all plugins. A package that imports nothing keeps that
+    cheap. Under ``TYPE_CHECKING`` the same names are imported as usual, for type checkers.
+
+    Args:
+        package: ``__name__`` of the package.
+        modules: Names by the submodule that defines them, relative to the package.
+
+    Example:
+        In the ``__init__.py`` of a plugin::
+
+            if TYPE_CHECKING:
+                from .rotary import rotate, rotate_back
+            else:
+                __getattr__ = lazy_names(__name__, {"rotary": ["rotate", "rotate_back"]})
+
+        >>> lazy_names("torch.nn", {"functional": ["gelu"]})("gelu") is nn.functional.gelu
+        True
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def get_attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        return pkgutil.resolve_name(f"{package}.{homes[name]}:{name}")
+
+    return get_attribute

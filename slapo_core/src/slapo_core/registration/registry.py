@@ -16,7 +16,7 @@ import pluggy
 from .. import hookspecs
 from ..interfaces.codec import Codec
 from ..interfaces.primitive import Primitive
-from ..interfaces.renderable import Renderable
+from ..interfaces.program import Renderable
 from ..reporting.errors import PluginError, UnknownNameError
 from .entries import HOMES, HOOKS, METHOD_KINDS, Entry, class_name, entries_from
 from .plugins import PluginRecord, Plugins

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..interfaces.renderable import Renderable
+from ..interfaces.program import Renderable
 from ..modules import paths
 from ..modules.holders import Holders, Place
 from ..modules.parameters import name_parameters, parameter_facts
