@@ -73,12 +73,7 @@ class LabelWeights:
     """
 
     def __init__(
-        self,
-        own: Sequence[tuple[int, ...]],
-        totals: Sequence[int],
-        num_parts: int,
-        differs: bool,
-        is_ambiguous: bool = True,
+        self, own: Sequence[tuple[int, ...]], totals: Sequence[int], num_parts: int, differs: bool, is_ambiguous: bool = True
     ) -> None:
         self._own, self._totals, self._num_parts, self._differs = own, totals, num_parts, differs
         self._is_ambiguous = is_ambiguous

@@ -75,11 +75,7 @@ class WeightLoader:
 
 
 def make_loader(weights: Weights | str | os.PathLike[str]) -> WeightLoader:
-    """Return the loader for the weights that a user gave.
-
-    Raises:
-        BuildError: ``weights`` is neither a path nor ``Weights``.
-    """
+    """Return the loader for the weights of a user; raise ``BuildError`` if they are neither a path nor ``Weights``."""
     if not isinstance(weights, Weights | str | os.PathLike):
         raise BuildError(f"weights is a {type(weights).__name__}; give a file, a folder or slapo_weights.Weights")
     wanted = weights if isinstance(weights, Weights) else Weights(weights)

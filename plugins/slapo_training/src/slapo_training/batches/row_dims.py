@@ -44,11 +44,7 @@ def is_list(value: Any, dim: Dim) -> bool:
 
 
 def size_of(path: Path, value: Any, dim: int) -> int:
-    """Return the size of a tensor or a list in a dimension.
-
-    Raises:
-        BuildError: there is no such dimension.
-    """
+    """Return the size of a tensor or a list in a dimension; raise ``BuildError`` if there is no such dimension."""
     if not isinstance(value, torch.Tensor):
         if dim != 0:
             raise BuildError(f"batch_dims[{path!r}] is {dim}, but the argument is a {type(value).__name__}; give 0 or None")
@@ -103,11 +99,7 @@ class RowDims:
         }
 
     def find(self) -> dict[Path, Place]:
-        """Return the place of the rows in each tensor.
-
-        Raises:
-            BuildError: the place is not certain, or differs from the option.
-        """
+        """Return the place of the rows in each tensor; raise ``BuildError`` if it is uncertain, or differs from the option."""
         return {path: self._place(path, ()) for path in self._tensors}
 
     def _place(self, path: Path, counted: tuple[Path, ...]) -> Place:

@@ -115,11 +115,7 @@ class BatchRows:
         return next(map(_uncertain_rows_message, uncertain), None)
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Batch]:
-        """Split a part of a batch into parts with given numbers of rows.
-
-        Raises:
-            BuildError: the place of the rows in an argument is not certain.
-        """
+        """Split a part of a batch by numbers of rows; raise ``BuildError`` if the place of the rows is not certain."""
         return self._cut(batch, self._places(batch, is_part=True), sizes)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Batch:

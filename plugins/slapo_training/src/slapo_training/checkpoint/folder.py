@@ -1,9 +1,7 @@
 """Folder of a checkpoint, whose new content replaces the old one atomically.
 
 The files are in a sub-folder ``data-…``. The manifest ``slapo.json`` names the sub-folder, and sizes and SHA-256 sums of the
-files. It is written last and renamed into place, so the folder always has one whole checkpoint, the old or the new one. Files
-of a crashed save are in no manifest; the next save removes them. The writer holds the lock ``slapo.lock``, which ends with its
-process.
+files. Files of a crashed save are in no manifest; the next save removes them.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ class CheckpointWriter:
 
     @classmethod
     def from_proposals(cls, ranks: Sequence[tuple[str, str]], target: str) -> CheckpointWriter:
-        """Return the writer of all ranks' checkpoint, from the proposals of all ranks.
-
-        Raises:
-            BuildError: the ranks have different folders.
-        """
+        """Return the writer of all ranks' checkpoint, from their proposals; raise ``BuildError`` for different folders."""
         folders = list(dict.fromkeys(folder for folder, _ in ranks))
         if len(folders) > 1:
             raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
@@ -210,11 +204,7 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Lock a folder until the process ends; return None on a file system without locks.
-
-    Raises:
-        BuildError: another save holds the lock.
-    """
+    """Lock a folder until the process ends; raise ``BuildError`` if another save holds the lock. None without locks."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

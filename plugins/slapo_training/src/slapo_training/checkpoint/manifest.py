@@ -37,11 +37,7 @@ def text_of(content: Mapping[str, Any]) -> str:
 
 
 def content_of(text: str) -> dict[str, Any]:
-    """Return the content of a manifest's text.
-
-    Raises:
-        ValueError: the text was changed.
-    """
+    """Return the content of a manifest's text; raise ``ValueError`` if the text was changed."""
     found = json.loads(text)
     content: dict[str, Any] = found["checkpoint"]
     if json.loads(text_of(content)) != found:

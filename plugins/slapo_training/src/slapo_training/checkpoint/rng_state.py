@@ -24,11 +24,7 @@ def collect() -> dict[str, Any]:
 
 
 def check(saved: Mapping[str, Any]) -> None:
-    """Refuse states that this process cannot restore.
-
-    Raises:
-        BuildError: a named state is missing in this process's tracker, or numpy is not imported.
-    """
+    """Raise ``BuildError`` if a named state is missing in this process's tracker, or numpy is not imported."""
     if missing := sorted(set(saved["tracked"]) - set(get_cuda_rng_tracker().get_states())):
         raise BuildError(f"the checkpoint has the random state {missing[0]!r}, this process has not; call set_random_seed")
     if saved["numpy"] is not None and _numpy_random() is None:

@@ -97,11 +97,7 @@ class SavedTensors:
         }
 
     def read(self, wanted: Mapping[str, Piece]) -> None:
-        """Read into the tensors of these pieces.
-
-        Raises:
-            BuildError: the checkpoint lacks elements of a piece.
-        """
+        """Read into the tensors of these pieces; raise ``BuildError`` if the checkpoint lacks elements of one."""
         planner = _LoadPlanner(wanted)
         planner.set_up_planner({}, self._metadata)
         plan = planner.create_local_plan()

@@ -60,12 +60,10 @@ def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[
 def _refuse_parts(module: nn.Module, program: Program | None) -> None:
     """Refuse partial gradients of unsharded parameters, since they are not summed here."""
     held = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
-    wrong, _ = compare_gradients(
-        held, {name: each for name, each in held.items() if each.requires_grad and not is_sharded(each)}
-    )
-    raise_on_all_ranks(
-        ScheduleError(wrong, primitive="full_state") if wrong else None, program.mesh if program is not None else None
-    )
+    whole = {name: each for name, each in held.items() if each.requires_grad and not is_sharded(each)}
+    wrong, _ = compare_gradients(held, whole)
+    error = ScheduleError(wrong, primitive="full_state") if wrong else None
+    raise_on_all_ranks(error, program.mesh if program is not None else None)
 
 
 def _owners(program: Program | None) -> dict[str, int]:

@@ -121,10 +121,6 @@ def reduce_over_replicas(values: torch.Tensor, program: Program, op: Any = dist.
     return values
 
 
-def _identity(error: Exception) -> Exception:
-    return error
-
-
 @dataclass(frozen=True)
 class Ranks:
     """Ranks of a program.
@@ -140,7 +136,7 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
-    wrap_error: Callable[[Exception], Exception] = _identity
+    wrap_error: Callable[[Exception], Exception] = lambda error: error
 
     @classmethod
     def of(cls, program: Program) -> Ranks:

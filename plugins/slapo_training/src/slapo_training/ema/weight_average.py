@@ -45,11 +45,7 @@ class AverageList:
             each.include()
 
     def check_idle(self, what: str) -> None:
-        """Refuse a call that would use averages as the engine's weights.
-
-        Raises:
-            BuildError: the model has averaged weights now.
-        """
+        """Raise ``BuildError`` if the model has averaged weights now, which ``what`` would use as the engine's."""
         if self.is_applied:
             raise BuildError(f"{what} inside of applied(), where the model has averaged weights; call it outside")
 

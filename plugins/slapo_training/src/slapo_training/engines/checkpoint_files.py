@@ -142,11 +142,7 @@ _WORDS = {
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a checkpoint of another kind of training, by the facts of these keys, in this order.
-
-    Raises:
-        BuildError: one of them differs.
-    """
+    """Raise ``BuildError`` for a checkpoint of another kind of training, by the facts of these keys, in this order."""
     for key in keys:
         if saved[key] != own[key]:
             raise BuildError(

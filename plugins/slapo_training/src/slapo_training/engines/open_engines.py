@@ -88,7 +88,6 @@ def _owners_sharing(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[OpenEng
     """Iterate over open engines that train one of these parameters, and its name."""
     names = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
     for other in [*_open]:
-        if (
-            shared := next((names[id(each)] for each in other.trained_parameters.values() if id(each) in names), None)
-        ) is not None:
-            yield other, shared
+        shared = [names[id(each)] for each in other.trained_parameters.values() if id(each) in names]
+        if shared:
+            yield other, shared[0]

@@ -38,11 +38,7 @@ class Partition(NamedTuple):
 
 
 def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
-    """Log a finding as a warning of the first rank.
-
-    Raises:
-        BuildError: the finding, with ``is_strict``.
-    """
+    """Log a finding as a warning of the first rank; raise it as a ``BuildError`` with ``is_strict``."""
     if is_strict:
         raise BuildError(text)
     if is_first_rank(program):

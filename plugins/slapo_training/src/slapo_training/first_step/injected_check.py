@@ -238,11 +238,7 @@ class InjectedCheck:
         return run.found, injected
 
     def _compare(self, found: Part, whole: PlannedRows, cut: Partition, known: RunCache) -> None:
-        """Warn if the gradients injected for some rows are not the mean of those for their parts.
-
-        Raises:
-            BuildError: instead of the warning, with ``strict=True``.
-        """
+        """Warn, or raise with ``strict=True``, if gradients injected for rows are not the mean of those for their parts."""
         number, others = found.planned.rows.number, list[InjectionProbe]()
         try:
             one = found.injected or self._backward(found, known, known.draws)[1]

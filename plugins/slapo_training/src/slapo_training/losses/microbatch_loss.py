@@ -115,20 +115,12 @@ def check_has_gradient(loss: torch.Tensor) -> None:
 
 
 def loss_of(output: Any, loss_fn: LossFn, labels: Any) -> torch.Tensor:
-    """Return the loss of a model's output by a loss function.
-
-    Raises:
-        BuildError: the loss is not one number.
-    """
+    """Return the loss of a model's output by a loss function; raise ``BuildError`` if it is not one number."""
     return one_number(loss_fn(output, labels))
 
 
 def one_number(loss: Any) -> torch.Tensor:
-    """Return a loss without dimensions.
-
-    Raises:
-        BuildError: the loss is not one number.
-    """
+    """Return a loss without dimensions; raise ``BuildError`` if it is not one number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
         raise BuildError(f"the loss is not one number but {shape!r}; give the model labels, or build with loss_fn=")

@@ -41,11 +41,7 @@ class OutputLoss:
         self._parameters: set[Path] = set()
 
     def of_model(self, model: Callable[[], Any]) -> torch.Tensor:
-        """Run a model, or its last stage, and return the loss in its output.
-
-        Raises:
-            BuildError: see ``of``.
-        """
+        """Run a model, or its last stage, and return the loss in its output, see ``of``."""
         output = model()
         if not torch.is_grad_enabled() and self._is_ambiguous(output):
             self._search(model)
@@ -116,11 +112,7 @@ class OutputLoss:
 
 
 def _loss_by_option(choice: LossChoice, output: Any) -> torch.Tensor:
-    """Return the loss that the option selects.
-
-    Raises:
-        BuildError: there is no such part, or it is no number.
-    """
+    """Return the loss that the option selects; raise ``BuildError`` if there is no such part, or it is no number."""
     if callable(choice):
         loss, what = choice(output), "loss= gives"
     else:
@@ -132,11 +124,7 @@ def _loss_by_option(choice: LossChoice, output: Any) -> torch.Tensor:
 
 
 def _part_of_output(output: Any, name: str | int) -> Any:
-    """Return a part of an output by its key, position or field.
-
-    Raises:
-        BuildError: there is no such part.
-    """
+    """Return a part of an output by its key, position or field; raise ``BuildError`` if there is no such part."""
     try:
         if isinstance(output, Mapping) and name in output:
             return output[name]

@@ -151,11 +151,7 @@ class LossTerms:
         return (value != self._ignored).sum()
 
     def terms_of(self, output: Any, labels: Any, is_tracked: bool) -> dict[str, torch.Tensor]:
-        """Return the terms of a micro-batch's loss.
-
-        Raises:
-            BuildError: a term is missing or no number, or there is a term without a count.
-        """
+        """Return the terms of a micro-batch's loss; raise ``BuildError`` if one is missing, no number, or without a count."""
         if self.names == [_WHOLE]:
             loss = self._loss_fn(output, labels) if self._loss_fn is not None else self._output_loss.of(output)
             return {_WHOLE: one_number(loss)}

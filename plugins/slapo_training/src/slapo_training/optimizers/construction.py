@@ -104,12 +104,9 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> None:
         for state, saved in _pairs(loaded, given.pop()):
             for key, value in saved.items():
                 now = state.get(key)
-                if (
-                    key != "step"
-                    and isinstance(now, torch.Tensor)
-                    and isinstance(value, torch.Tensor)
-                    and now.dtype != value.dtype
-                ):
+                if key == "step" or not (isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)):
+                    continue
+                if now.dtype != value.dtype:
                     state[key] = value.to(now.device, copy=True)
 
     optimizer.register_load_state_dict_pre_hook(before)

@@ -20,11 +20,7 @@ from .whole_tensors.whole_tensor import local_of
 
 
 def check_kind(saved: bool, optimizer: Any) -> None:
-    """Refuse to load a checkpoint without whole-tensor state into an optimizer that steps whole tensors.
-
-    Raises:
-        BuildError: the optimizer would lose its state.
-    """
+    """Raise ``BuildError`` for a checkpoint without whole-tensor state if the optimizer steps whole tensors."""
     if isinstance(optimizer, WholeTensorOptimizer) and not saved:
         raise BuildError(
             f"{type(optimizer.inner).__name__} steps whole tensors here, and the checkpoint was saved where ranks had all of "

@@ -83,11 +83,7 @@ class ParameterLayout:
         return self.is_flat or name in self.blocks or is_fused(parameter) or is_sharded(parameter)
 
     def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> ParameterLayout:
-        """Return the same layout with the option ``optimizer_blocks``.
-
-        Raises:
-            BuildError: a parameter cannot be split into these blocks.
-        """
+        """Return the same layout with the option ``optimizer_blocks``; raise ``BuildError`` if one cannot be split so."""
         if not given:
             return self
         named = self.program.module.named_parameters(remove_duplicate=False)

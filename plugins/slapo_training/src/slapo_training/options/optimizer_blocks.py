@@ -17,11 +17,7 @@ class OptimizerBlocks(NamedTuple):
 
 
 def check_blocks(given: Any) -> None:
-    """Refuse values of another form.
-
-    Raises:
-        BuildError: the value is no mapping of globs to a dimension and a number of blocks or their sizes.
-    """
+    """Raise ``BuildError`` unless given None or a mapping of globs to a dimension and a number of blocks or their sizes."""
     if given is None:
         return
     pairs: list[tuple[Any, Any]] = list(given.items()) if isinstance(given, Mapping) else [("", None)]

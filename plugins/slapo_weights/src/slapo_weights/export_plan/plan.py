@@ -85,11 +85,7 @@ def make_plan(
 
 
 def parse_size(given: int | str) -> int:
-    """Return a size in bytes.
-
-    Raises:
-        BuildError: the argument is no size.
-    """
+    """Return a size in bytes; raise ``BuildError`` if the argument is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(given))
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(given, bool) else 0
     if size < 1:

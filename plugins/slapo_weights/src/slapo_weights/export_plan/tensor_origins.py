@@ -59,11 +59,7 @@ class WholeTensor:
 
 
 def description_of(name: str, everyone: Sequence[Mapping[str, PieceDescription]]) -> PieceDescription | None:
-    """Return the description of a tensor that the ranks agree on; None if no rank holds it.
-
-    Raises:
-        BuildError: the ranks have different shapes or dtypes.
-    """
+    """Return the description of a tensor that a rank holds, or None; raise ``BuildError`` if shapes or dtypes differ."""
     found = [own[name] for own in everyone if name in own]
     for facts in ({each.full_shape for each in found}, {each.dtype for each in found}):
         if len(facts) > 1:

@@ -142,12 +142,7 @@ def _convert_tensors(whole: dict[str, TensorView], model: Any) -> tuple[dict[str
     It follows ``convert_and_load_state_dict_in_model`` of Transformers, on unread tensors.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]

@@ -70,11 +70,7 @@ def conversion_groups(tensors: Mapping[str, torch.Tensor], convert: Convert) -> 
 
 
 def convert_group(group: ConversionGroup, tensors: Tensors, convert: Convert) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors that a group is converted to.
-
-    Raises:
-        BuildError: they differ from the plan.
-    """
+    """Yield names and tensors that a group is converted to; raise ``BuildError`` if they differ from the plan."""
     if group.renamed:
         yield group.targets[0].name, tensors[group.sources[0]]
         return
@@ -160,11 +156,7 @@ class UnmodifiedModel:
         return {name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) in held}
 
     def written_names(self, tied: Iterable[tuple[str, ...]]) -> set[str]:
-        """Return the name of each tied tensor that ``save_pretrained`` keeps.
-
-        Raises:
-            BuildError: Transformers does not know a tie and would refuse to save it.
-        """
+        """Return the name of each tied tensor that ``save_pretrained`` keeps; raise ``BuildError`` for a tie it refuses."""
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
         groups = [names for names in tied if len(names) > 1]

@@ -219,11 +219,7 @@ class TensorView:
 
 
 def concatenate(views: Sequence[TensorView], dim: int) -> TensorView:
-    """Concatenate views along a dimension.
-
-    Raises:
-        ValueError: they differ in dtype, or in the size of another dimension.
-    """
+    """Concatenate views along a dimension; raise ``ValueError`` if they differ in dtype or in another size."""
     first = views[0]
     dim %= len(first.shape)
     if any(each.dtype is not first.dtype or _remove(each.shape, dim) != _remove(first.shape, dim) for each in views):

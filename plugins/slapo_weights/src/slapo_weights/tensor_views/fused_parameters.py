@@ -80,10 +80,6 @@ def fused_parts(tensor: torch.Tensor) -> FusedParts | None:
 
 
 def view_of(made: FusedParts, views: Mapping[str, TensorView]) -> TensorView:
-    """Return the view of a fused parameter, from views of the unmodified model's.
-
-    Raises:
-        ValueError: the parts differ in dtype or shape.
-    """
+    """Return the view of a fused parameter; raise ``ValueError`` if the views of its parts differ in dtype or shape."""
     view = concatenate([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
     return view if made.padded is None else view.pad(made.padded, made.dim)

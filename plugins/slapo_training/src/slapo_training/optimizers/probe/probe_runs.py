@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 from ...distributed._torch_private import CollectiveCalledError
-from .introspection import (
-    OneStep,
-    Optimizer,
-    advance,
-    counts,
-    groups_in,
-    optimizers_in,
-    parameters_in,
-    replace_in_tables,
-)
+from .introspection import OneStep, Optimizer, advance, counts, groups_in, optimizers_in, parameters_in, replace_in_tables
 from .optimizer_copies import copy_optimizer, probe_parameter, representatives, substituted_states
 
 Cut = Callable[[torch.Tensor], torch.Tensor]

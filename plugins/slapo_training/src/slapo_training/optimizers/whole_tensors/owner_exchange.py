@@ -236,9 +236,7 @@ class OwnerExchange:
                     at += size
 
     def _post_ahead(
-        self,
-        routes: Sequence[_Route],
-        post: Callable[[_Route], tuple[_Route, torch.Tensor, dist.Work | None]],
+        self, routes: Sequence[_Route], post: Callable[[_Route], tuple[_Route, torch.Tensor, dist.Work | None]]
     ) -> Iterator[tuple[_Route, torch.Tensor, dist.Work | None]]:
         """Post messages ahead of the bucket that is waited for."""
         waiting: deque[tuple[_Route, torch.Tensor, dist.Work | None]] = deque()
