@@ -204,7 +204,7 @@ def _is_written(key: str, part: Any, codec: type[Codec]) -> bool:
     if key not in codec.optional:
         return True
     try:
-        return bool(_import_path(part))
+        return part is not None and bool(_import_path(part))
     except ScheduleError:
         return False
 
