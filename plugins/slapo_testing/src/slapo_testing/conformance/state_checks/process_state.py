@@ -142,6 +142,7 @@ class Patches:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        torch.compile(nn.Identity())  # the first call of a process replaces torch.manual_seed
         classes = {cls for module in model.modules() for cls in type(module).__mro__} - {object}
         owners: list[Any] = [torch, torch.nn.functional, torch.Tensor, *classes]
         self._kept = {owner: {name: value for name, value in vars(owner).items() if _is_callable(value)} for owner in owners}
