@@ -99,7 +99,7 @@ def main() -> None:
     print(
         "\nOn 2 cores: what two ranks do in processes is done at once, in threads one after the other, with one run of the\n"
         "unmodified model for both. Start-up is what the first run of a new schedule looks at besides. Making the\n"
-        "schedule, which is no part of it, takes "
+        "schedule, which is not part of it, takes "
         f"{kinds['processes'][0][0]:.1f} s."
     )
 

@@ -268,7 +268,7 @@ _SIZES = {"lm": "labels", "mtp": "later_labels", "z": lambda ids: ids.numel()}
 REFUSED: dict[str, tuple[Case, str]] = {
     "no argument": (
         Case(Masked, of_masked, {"loss_weights": "masks"}),
-        "loss_weights is 'masks', which is no tensor of the batch; it has x, y, mask",
+        "loss_weights is 'masks', which is not a tensor of the batch; it has x, y, mask",
     ),
     "no argument of a function": (
         Case(Heads, of_heads, {"loss_weights": {**_SIZES, "z": lambda lengths: lengths.sum()}}),
@@ -306,7 +306,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "over what differs": (
         Case(WithMean, of_encoder, {"loss_fn": lambda output, labels: output["scores"][0].std(), "loss_over": "replicas"}),
-        "output 'mean' has shape (), no row for each of the micro-batch's, and differs between micro-batches or replicas",
+        "output 'mean' has shape (), which has no row for each row of the micro-batch, and differs between "
+        "micro-batches or replicas",
     ),
     "over each part": (
         Case(partial(Towers, scale=[1.0]), of_towers, {"loss_fn": contrast}),

@@ -26,7 +26,7 @@ class Costs(NamedTuple):
 
 
 def measure_border(rank: int, target: str, shape: Shape) -> Costs:
-    """In this process; of ``(hidden, mask, None)``, where what is no tensor is in the stages' plan and does not cross."""
+    """In this process; of ``(hidden, mask, None)``, where what is not a tensor is in the stages' plan and does not cross."""
     torch.set_num_threads(1)
     values = (torch.randn(shape, requires_grad=True), torch.ones(shape[0], 1, 1, shape[1], dtype=torch.bool))
     names = zip(("hidden", "mask"), values, strict=True)

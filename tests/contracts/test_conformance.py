@@ -17,7 +17,7 @@ X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 class Block(nn.Module):
-    """A residual block with a dropout, an operation that is no module, and a buffer."""
+    """A residual block with a dropout, an operation that is not a module, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ PRIMITIVES: dict[str, list[Example]] = {
         Example(Net, (IDS,), "layers", kwargs={"backend": "aot_eager"}, name="a list"),
     ],
     "cut_at_marks": [
-        Example(Marked, (X,), refused=[Refused("is no mark", (-1,))]),
+        Example(Marked, (X,), refused=[Refused("is not a mark", (-1,))]),
         Example(Marked, (X,), args=(0,), name="one of them"),
     ],
     "cut_pipeline_stage": [
@@ -421,7 +421,7 @@ def parameters() -> list[Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are not leaves
 @pytest.mark.parametrize("check", parameters())
 def test_our_primitives_conform(check: Check) -> None:
     check()

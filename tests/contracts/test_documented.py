@@ -95,7 +95,7 @@ def test_the_command_line_says_one_sentence_for_an_unknown_primitive() -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are not leaves
 @pytest.mark.parametrize("name", sorted(set(folders()) - {"slapo"}))
 def test_the_example_on_its_page_runs(name: str) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", (folders()[name] / "README.md").read_text(), re.DOTALL)

@@ -85,7 +85,7 @@ def test_the_top_module_can_be_replaced() -> None:
 def test_replacing_by_something_else_is_an_error() -> None:
     model = Twins()
     sch = create_schedule(model)
-    with pytest.raises(ScheduleError, match=r"replace\('act'\): 3 is no module"):
+    with pytest.raises(ScheduleError, match=r"replace\('act'\): 3 is not a module"):
         sch["act"].replace(3)
     with pytest.raises(ScheduleError, match="contains the whole model"):
         sch["act"].replace(nn.Sequential(model))
@@ -137,7 +137,7 @@ def test_replace_all_that_matches_nothing_is_an_error() -> None:
 def test_replace_all_is_undone_when_a_module_cannot_be_made() -> None:
     model = nn.Sequential(nn.GELU(), nn.GELU(), nn.GELU())
     made = iter([nn.ReLU(), nn.ReLU(), "no module"])
-    with pytest.raises(ScheduleError, match=r"replace_all\('2'\): 'no module' is no module"):
+    with pytest.raises(ScheduleError, match=r"replace_all\('2'\): 'no module' is not a module"):
         create_schedule(model).replace_all(nn.GELU, lambda old: next(made))
     assert all(isinstance(module, nn.GELU) for module in model)
 
@@ -205,7 +205,7 @@ def test_a_tag_that_is_added_after_a_step_outlives_its_undo() -> None:
     ("name", "key", "message"),
     [
         ("wait", "k", "no parameter or buffer 'wait'; it has: weight, bias"),
-        ("weight", "grad", "'grad' is no free attribute name"),
+        ("weight", "grad", "'grad' is not a free attribute name"),
     ],
 )
 def test_a_wrong_annotation_is_an_error(name: str, key: str, message: str) -> None:

@@ -120,7 +120,7 @@ def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -
     assert settled["zero_optimization"]["stage"] == 1
     assert settled["gradient_clipping"] == 0.5
     file.write_text("{")
-    with pytest.raises(BuildError, match="is no JSON"):
+    with pytest.raises(BuildError, match="is not JSON"):
         DeepSpeedOptions.of({"config": file})
     file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
     with pytest.raises(BuildError, match="DeepSpeed's config has 'stage' twice in one object; leave one of them out"):
@@ -256,7 +256,8 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "ZeRO-2": "stage 2 or 3 of ZeRO with a pipeline (stage 2); use stage 1, or target='torch' with data_parallel='fsdp'",
         "ZeRO-3": "stage 2 or 3 of ZeRO with a pipeline (stage 3); use stage 1",
         "several": "several stages on a rank (4 stages with pp=2); make pp as large",
-        "no cuts": "a number of stages that is no multiple of pp (1 stage with pp=2); cut the model into as many stages as pp",
+        "no cuts": "a number of stages that is not a multiple of pp (1 stage with pp=2); cut the model into as many "
+        "stages as pp",
         "type": "with bf16 bfloat16, or with fp16 float16 (0.weight is torch.float64); turn the model into float32, give",
         "bf16 type": "parameters of another type than float32, or with bf16 bfloat16, or with fp16 float16 (0.weight is",
         "half type": "or with fp16 float16 (0.weight is torch.float16); turn the model into float32, give precision=",

@@ -21,7 +21,7 @@ from slapo_memory.forward_wrappers import checkpoint
 from slapo_testing import isolated_plugins
 from slapo_verify.comparison import assert_equivalent
 
-# of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
+# of inputs that are not leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 

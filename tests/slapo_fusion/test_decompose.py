@@ -84,7 +84,11 @@ def test_a_fused_projection_is_taken_apart(name: str) -> None:
         (nn.Linear(4, 12), 1, "parts is 1, of 12 outputs"),
         (nn.Linear(4, 12), "3", "parts is '3', of 12 outputs"),
         (nn.Linear(4, 12), True, "parts is True, of 12 outputs"),
-        (nn.Conv1d(4, 12, 1), 3, "a Conv1d is no projection that parts can be taken of; a Linear or Transformers' Conv1D is"),
+        (
+            nn.Conv1d(4, 12, 1),
+            3,
+            "a Conv1d is not a projection that parts can be taken of; a Linear or Transformers' Conv1D is",
+        ),
     ],
 )
 def test_parts_that_make_no_projection_are_refused(layer: nn.Module, parts: Any, message: str) -> None:
@@ -151,7 +155,7 @@ def test_a_layer_keeps_its_hooks_and_undo_gives_it_back() -> None:
 def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].forward = lambda x: x
-    with pytest.raises(ScheduleError, match="its forward is another one or wrapped, by a shard of its inputs say"):
+    with pytest.raises(ScheduleError, match="its forward was replaced or wrapped, e.g. by a shard of its inputs"):
         create_schedule(model)["0"].decompose()
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].register_forward_hook(lambda module, args, output: F.relu(output))

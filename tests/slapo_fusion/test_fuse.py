@@ -22,7 +22,7 @@ from slapo_testing import isolated_plugins
 from slapo_tracing.matching.patterns import call_module
 from slapo_verify.comparison import assert_equivalent
 
-# of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
+# of inputs that are not leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_fused_is_refused_and_nothing_changes(
 @pytest.mark.parametrize("subgraph", [3, ["x"], [3], ("", 3), [("a", "b")], None, True], ids=str)
 def test_what_is_no_match_is_refused(subgraph: object) -> None:
     _, sch = traced()
-    with pytest.raises(ScheduleError, match=r"fuse\(''\): .* is no subgraph; give what sch.find\(\) returned"):
+    with pytest.raises(ScheduleError, match=r"fuse\(''\): .* is not a subgraph; give what sch.find\(\) returned"):
         sch.fuse(subgraph)
 
 

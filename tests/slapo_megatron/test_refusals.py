@@ -44,7 +44,7 @@ def model() -> nn.Module:
         ({"config": {"transformer": {"calculate_per_token_loss": True}}}, "the schedule and the other options say all else"),
         ({"config": {"ddp": {"overlap_gradient_reduce": True}}}, "did you mean 'overlap_grad_reduce'"),
         ({"optimizer": adamw, "config": {"optimizer": {"lr": 1.0}}}, "are two optimizers; give one of them"),
-        ({"config": {"optimizer": {"lr": 1.0}}}, r"config\['optimizer'\] is no optimizer of Megatron's"),
+        ({"config": {"optimizer": {"lr": 1.0}}}, r"config\['optimizer'\] is not an optimizer of Megatron's"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
@@ -138,7 +138,7 @@ def test_what_megatron_cannot_do_is_refused_before_any_group_is_made() -> None:
     expected = {
         "fp16": "fp16",
         "one rank": "several stages on one rank along pp",
-        "no cuts": "a number of stages that is no multiple of pp (1 stage with pp=2)",
+        "no cuts": "a number of stages that is not a multiple of pp (1 stage with pp=2)",
         "idle": "a rank with nothing to train",
         "overlap": "overlap_p2p_comm without interleaved stages",
         "batched": "interleaved stages with batched messages",

@@ -287,7 +287,7 @@ def refused(rank: int, folder: str) -> list[str]:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     first, second = run_distributed(refused, 2, str(tmp_path))
     assert first == second
-    assert "is no complete checkpoint of target 'megatron': it has no slapo.json" in first[0]
+    assert "is not a complete checkpoint of target 'megatron': it has no slapo.json" in first[0]
     assert "saved with 'AdamW' for the optimizer, but this engine has 'SGD'; build with the same" in first[1]
     assert "is in the model, not the checkpoint; load it into the same model" in first[2]
     assert "saved with 'fp32' for precision, but this engine has 'bf16'" in first[3]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Tally:
-    """A count that is no state of the module, so that a recompute counts as well."""
+    """A count that is not a state of the module, so that a recompute counts as well."""
 
     count = 0
 

@@ -105,7 +105,7 @@ def test_an_empty_match_is_an_error(nothing: object) -> None:
 @pytest.mark.parametrize("subgraph", [3, ["x"], [3], ("", 3), [("a", "b")], {"a": 1}, object], ids=str)
 def test_what_is_no_match_is_refused(subgraph: object) -> None:
     _, sch = traced()
-    with pytest.raises(ScheduleError, match=r"checkpoint\(''\): .* is no subgraph; give what sch.find\(\) returned"):
+    with pytest.raises(ScheduleError, match=r"checkpoint\(''\): .* is not a subgraph; give what sch.find\(\) returned"):
         sch.checkpoint(subgraph)
 
 

@@ -9,7 +9,9 @@ from tests.slapo_models.cases import CASES, of_engine, of_model
 
 pytestmark = [
     pytest.mark.multiproc,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's compiler asks, of inputs that are no leaves
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    ),  # torch's compiler asks, of inputs that are not leaves
 ]
 
 ONE, TP, PP = {"pp": 1}, {"tp": 2}, {"pp": 2}

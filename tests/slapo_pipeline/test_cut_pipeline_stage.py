@@ -174,7 +174,7 @@ def test_before_the_whole_model() -> None:
 
 
 def test_neither_before_nor_after() -> None:
-    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): where is 'behind'; it is 'after' or 'before'"):
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): where is 'behind'; give 'after' or 'before'"):
         cut(Skips(), X)["a"].cut_pipeline_stage(where="behind")
 
 

@@ -428,7 +428,12 @@ CONSUMES = replace(RENEW, path="block", args=lambda sch: (["a"],), refused=[Refu
 @pytest.mark.parametrize(
     ("name", "example", "check", "sentence"),
     [
-        ("consumes", CONSUMES, "journal", "the step changes its argument ['a'] to [], which the journal has, too"),
+        (
+            "consumes",
+            CONSUMES,
+            "journal",
+            "the step changes its argument ['a'] to [], which changes the journal's entry as well",
+        ),
         ("goes_by_turns", AT_LINEAR, "journal", "the model made from .json is another one: buffer 'block.0.odd' is"),
         ("undocumented", RENEW, "documented", "does not say under Args what 'name' is"),
         ("misnamed", AT_LINEAR, "registered", "Misnamed says its name is 'mis_named'"),
@@ -448,7 +453,7 @@ def test_a_fault_of_the_registration_or_the_example_is_caught(name: str, example
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("nothing", "careless('nothing') is taken; it is to be refused with 'wrong'"),
+        ("nothing", "careless('nothing') is accepted; it should be refused with 'wrong'"),
         ("another error", "careless('another error') raises KeyError, not a ScheduleError: 'another error'"),
         ("two lines", "careless('two lines') is refused by 2 lines, not by one sentence"),
         ("no name", "which does not read 'careless(<path>): <what is wrong>; <what would work>'"),

@@ -170,7 +170,7 @@ def slapo_dialects() -> dict[str, Any]:
     ("name", "checks", "sentence"),
     [
         ("learning", {"eval", "checkpoint", "damaged", "refusals"}, "eval_batch() changes parameters"),
-        ("stays_in_evaluation", {"eval"}, "after eval_batch() modules are in another mode in training"),
+        ("stays_in_evaluation", {"eval"}, "eval_batch() changes the training mode of modules"),
         ("forgets_momentum", {"checkpoint", "background"}, "the loss 2 steps after load() is"),
         ("writes_late", {"background"}, "the loss 1 steps after load() of what save(extra, wait) wrote is"),
         ("forgets_extra", {"background"}, "load() gives back None, and save() was given extra={'next': 2"),

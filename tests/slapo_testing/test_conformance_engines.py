@@ -259,7 +259,7 @@ def test_a_right_dialect_of_somebody_else_conforms() -> None:
         ("attached", {"steps", "options"}, "train_batch() gives a loss of shape (), not a detached number"),
         ("keeps_thread", {"close"}, "after close() the thread 'left' goes on"),
         ("closes_once", {"close"}, "AttributeError"),
-        ("takes_all", {"refusals"}, "build('takes_all', clip=-1.0) builds an engine; it is to be refused with 'clip is -1.0'"),
+        ("takes_all", {"refusals"}, "build('takes_all', clip=-1.0) builds an engine; it should be refused with 'clip is -1.0'"),
         ("raises_anything", {"refusals"}, "is refused by the KeyError"),
         (
             "can_nothing",

@@ -192,7 +192,7 @@ def test_a_call_may_be_refused_for_a_reason() -> None:
     found = failures("swiglu", limited, KernelExample((ROWS[0], ROWS[1]), name="one row"))
     assert "one row: in float32: the call is refused with \"implementation 'mine'" in found["values"]
     found = failures("swiglu", limited, KernelExample((ROWS, ROWS), refused="takes no rows"))
-    assert "the call is computed; it is to be refused with 'takes no rows'" in found["values"]
+    assert "the call is computed; it should be refused with 'takes no rows'" in found["values"]
     found = failures("swiglu", limited, KernelExample((ROWS[0], ROWS[1]), refused="takes no rows"))
     assert "takes three rows, not [16]', not with 'takes no rows'" in found["values"].replace('"', "'")
 

@@ -68,7 +68,7 @@ def test_what_is_wrong_for_uneven_parts_alone_is_caught() -> None:
 def test_a_call_that_is_to_be_refused_and_is_not() -> None:
     wrong = [Refused("leave it whole", ("scale", 0), {"uneven": True})]
     found = failures(layers.RightPositions, refused=wrong)
-    assert "splits the layer over 2 ranks; it is to be refused with 'leave it whole'" in found["refusals"]
+    assert "splits the layer over 2 ranks; it should be refused with 'leave it whole'" in found["refusals"]
 
 
 def test_a_split_that_is_refused_has_to_be_listed() -> None:

@@ -223,9 +223,9 @@ def told(name: str, check: str, **options: Any) -> str:
             "hooks",
             "the backward pre-hook of the module fires 0 times in a step of training, 1 before",
         ),
-        ("reads_values", {}, "refusals", "the step on a model on the meta device raises RuntimeError, and is no refusal"),
-        ("works_once", {}, "refusals", "the same call once more raises KeyError, and is no refusal"),
-        ("anywhere", {}, "refusals", "the same call on the whole model raises AttributeError, and is no refusal"),
+        ("reads_values", {}, "refusals", "the step on a model on the meta device raises RuntimeError, not a ScheduleError"),
+        ("works_once", {}, "refusals", "the same call once more raises KeyError, not a ScheduleError"),
+        ("anywhere", {}, "refusals", "the same call on the whole model raises AttributeError, not a ScheduleError"),
         ("renames", {"changes": ["names"]}, "numerics", 'for a step that changes names, numerics="outputs" is meant'),
     ],
 )

@@ -44,10 +44,10 @@ ENGINE = EngineExample(Model, batch)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"changes": ["weights"]}, "no change 'weights'; known are values, names"),
+        ({"changes": ["weights"]}, "no change 'weights'; available: values, names"),
         ({"changes": "values"}, "changes of the Example is 'values'; give a list of words"),
         ({"changes": None}, "changes of the Example is None; give a list of words"),
-        ({"numerics": "near"}, "numerics is 'near'; known are equal"),
+        ({"numerics": "near"}, "numerics is 'near'; available: equal"),
         ({"numerics": "none"}, "say why with because="),
         ({"tries": True}, "say why with because="),
         ({"ranks": 2, "before": lambda sch: None}, "before is a lambda or a function inside of one; write it at module level"),
@@ -96,8 +96,8 @@ def test_a_wrong_example_of_a_dialect_is_refused(options: dict[str, Any], senten
         (lambda: check_primitive("trace", None), "examples of the primitive 'trace' are None; give a list"),
         (lambda: check_primitive("trace", [ENGINE]), "an example of the primitive 'trace' is one EngineExample; give Example"),
         (lambda: check_dialect("torch", [EXAMPLE]), "an example of the dialect 'torch' is one Example; give EngineExample"),
-        (lambda: check_primitive(None, [EXAMPLE]), "None is no name of a primitive; give the string"),
-        (lambda: check_dialect(Model, [ENGINE]), "Model'> is no name of a dialect; give the string"),
+        (lambda: check_primitive(None, [EXAMPLE]), "None is not a name of a primitive; give the string"),
+        (lambda: check_dialect(Model, [ENGINE]), "Model'> is not a name of a dialect; give the string"),
         (lambda: Refused("no", 3), "args of the Refused is 3; give a tuple"),
         (lambda: Refused(None), "match of the Refused is None; give a regular expression"),
         (lambda: RefusedOption("no", 3), "options of the RefusedOption is 3; give a dict"),
@@ -118,7 +118,7 @@ def test_of_an_unknown_name_one_check_tells() -> None:
 @pytest.mark.parametrize(
     ("options", "check", "sentence"),
     [
-        ({"model": lambda: 3}, "undo", "the example's model gives 3, which is no nn.Module"),
+        ({"model": lambda: 3}, "undo", "the example's model gives 3, which is not an nn.Module"),
         ({"model": Silent}, "numerics", "no output of the model has floating-point numbers, so nothing is compared"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         ({"precision": "fp8"}, "cannot do precision:fp8"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
-            r"a parameter of shape \(1,\) that is none of the scheduled",
+            r"a parameter of shape \(1,\) that is not a parameter of the scheduled",
         ),
         ({"optimizer": "adamw"}, "optimizer is 'adamw'; give a torch.optim.Optimizer, or a factory"),
         ({"lr_scheduler": 0.1}, "lr_scheduler is 0.1; give optimizer=, and lr_scheduler= as one of"),
@@ -275,7 +275,9 @@ def test_a_mean_that_cannot_be_told_is_refused() -> None:
         return F.cross_entropy(out, labels) + out.square().mean()
 
     engine = _engine(nn.Linear(4, 3), microbatches=2, loss_fn=loss_fn)
-    with pytest.raises(BuildError, match="what the loss is a mean over cannot be told, as it is no plain cross_entropy"):
+    with pytest.raises(
+        BuildError, match="the labels that the loss averages over are unknown, as it is not a plain cross_entropy"
+    ):
         engine.train_batch(input=X, labels=torch.tensor([-100, 1, 2, 0, 1, 2, 0, 1]))
 
 

@@ -36,7 +36,7 @@ def kind_of(path: str, module: nn.Module, repeated: list[str]) -> str:
 def parts_of(model: nn.Module, batch: Batch) -> dict[str, str]:
     """Path and kind of one module of each sort: of a class, at a place in the layer, with settings that others do not have.
 
-    Those of ``torch.nn`` that are no norms are left out, and what does not run on the batch.
+    Those of ``torch.nn`` that are not norms are left out, and what does not run on the batch.
     """
     repeated, found = layers(model), dict[Any, tuple[str, str]]()
     for path, module in _called(model, batch):

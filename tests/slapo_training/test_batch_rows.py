@@ -137,7 +137,7 @@ def test_the_option_says_what_goes_whole_and_who_counts() -> None:
             {"patches": torch.ones(7, 4)},
             r"'input_ids' has the shape \(2, 5\) in a batch of 7 rows",
         ),
-        ({"patches": "numbers"}, {"patches": torch.ones(7, 4)}, "is 'numbers', which is no other tensor of the batch"),
+        ({"patches": "numbers"}, {"patches": torch.ones(7, 4)}, "is 'numbers', which is not another tensor of the batch"),
         ({"patches": lambda counts: counts}, {"patches": torch.ones(7, 4)}, "takes 'counts'; the batch has"),
         ({"patches": lambda labels: [3, 3]}, {"patches": torch.ones(7, 4)}, "has 7 entries, but by batch_dims the rows have 6"),
         ({"patches": lambda labels: [7]}, {"patches": torch.ones(7, 4)}, "counts the entries of 1 rows, but the batch has 2"),

@@ -88,7 +88,7 @@ def test_symbols_of_one_variable_are_refused(names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("value", ["a\0b", "\ud800", ["\0"]])
 def test_a_value_that_no_variable_can_have_is_refused(value: object) -> None:
-    check_variables({"x": "\udc80"})  # a byte of a path that is no text
+    check_variables({"x": "\udc80"})  # a byte of a path that is not a text
     if isinstance(value, list):
         check_variables({"x": value})  # as text it has no such letter
     else:

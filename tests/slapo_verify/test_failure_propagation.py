@@ -160,9 +160,7 @@ def test_what_was_found_is_told_where_ranks_are_stranded_by_a_step_that_is_tried
     one, other = run_distributed(stranded_in_blame, 2)
     assert one == other
     assert one[0] == "StrandedError"
-    assert one[1].startswith(
-        f"{STRANDED}; that was in looking for what is to blame of this: output: 32 of 32 elements differ; "
-    )
+    assert one[1].startswith(f"{STRANDED}; that happened while locating the cause of this: output: 32 of 32 elements differ; ")
 
 
 def all_of_torch(rank: int) -> Any:

@@ -373,7 +373,7 @@ def test_a_loss_that_the_checks_would_have_refused_is_blamed() -> None:
     assert report.blame is not None
     found = report.blame.engine or ""
     assert "check=False is to blame, or microbatches=2, without which it is right; the checks" in found
-    assert "refuse this: the loss is no mean over rows" in found
+    assert "refuse this: the loss is not a mean over rows" in found
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])

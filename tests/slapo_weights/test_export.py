@@ -155,7 +155,7 @@ def test_what_is_no_folder_and_a_name_that_files_keep_are_refused(tmp_path: Path
             export_weights(sch, folder)
     model = nn.Linear(2, 2)
     model.register_parameter("__metadata__", nn.Parameter(torch.ones(1)))
-    with pytest.raises(BuildError, match="a tensor has the name '__metadata__', which safetensors files keep for themselves"):
+    with pytest.raises(BuildError, match="a tensor has the name '__metadata__', which safetensors files reserve"):
         export_weights(slapo.create_schedule(model), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

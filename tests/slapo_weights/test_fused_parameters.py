@@ -67,9 +67,7 @@ def test_a_part_of_a_fused_module_is_read_alone(tmp_path: Path) -> None:
 
 def test_a_parameter_that_a_step_brought_in_without_a_word_is_told(tmp_path: Path) -> None:
     save_file(nn.Sequential(Attention(), nn.Linear(24, 2)).state_dict(), tmp_path / "model.safetensors")
-    match = (
-        r"2 brought in by a step that does not say what of \(made_of\): 0.fused_linear.weight, 0.fused_linear.bias; 6 unexpect"
-    )
+    match = r"2 added by a step that does not declare its origin \(made_of\): 0.fused_linear.weight, 0.fused_linear.bias; 6"
     with pytest.raises(BuildError, match=match):
         slapo.build(fused_attention(declared=False), weights=tmp_path)
     weights = Weights(tmp_path, missing=("0.fused_linear.*",), unexpected=("0.*",))

@@ -1,4 +1,4 @@
-"""Boxes of tensors in safetensors files: their values, the bytes that reading them takes, and what is no such file."""
+"""Boxes of tensors in safetensors files: their values, the bytes that reading them takes, and what is not such a file."""
 
 from __future__ import annotations
 
@@ -237,19 +237,19 @@ BAD: dict[str, tuple[Damage, str]] = {
     "nothing": (nothing, "no weights in .*; it has neither model.safetensors nor"),
     "another name": (another_name, "nor model.safetensors.index.json; give the path of adapter.safetensors, if it is that"),
     "pickles": (pickles, "weights as pickles alone, pytorch_model.bin, which run code when read; convert it with"),
-    "no bytes": (cut(0), "no whole safetensors file: its header is longer than the file"),
-    "half a header": (cut(20), "no whole safetensors file: its header is longer than the file"),
-    "truncated": (cut(-1), r"no whole safetensors file: it has \d+ bytes and its header says \d+"),
-    "longer": (content(b"\2" + bytes(7) + b"{}x"), "no whole safetensors file: it has 11 bytes and its header says 10"),
-    "no header": (content(bytes(8) + b"{}"), "no whole safetensors file"),
-    "a list": (content(b"\2" + bytes(7) + b"[]"), "no whole safetensors file: its header is no table"),
+    "no bytes": (cut(0), "is not a whole safetensors file: its header is longer than the file"),
+    "half a header": (cut(20), "is not a whole safetensors file: its header is longer than the file"),
+    "truncated": (cut(-1), r"not a whole safetensors file: it has \d+ bytes and its header says \d+"),
+    "longer": (content(b"\2" + bytes(7) + b"{}x"), "not a whole safetensors file: it has 11 bytes and its header says 10"),
+    "no header": (content(bytes(8) + b"{}"), "not a whole safetensors file"),
+    "a list": (content(b"\2" + bytes(7) + b"[]"), "is not a whole safetensors file: its header is not a table"),
     "unknown dtype": (header({"dtype": "F4"}), "holds w as F4, which no torch tensor is"),
     "other size": (header({"shape": [3]}), "w does not lie where it says"),
     "negative shape": (header({"shape": [-1, -2]}), "what it says of w cannot be read"),
     "a broken shape": (header({"shape": [2.0]}), "what it says of w cannot be read"),
     "an endless shape": (header({"shape": [float("inf")]}), "what it says of w cannot be read"),
     "a shape in words": (header({"shape": "2"}), "what it says of w cannot be read"),
-    "a deep header": (content((9**5).to_bytes(8, "little") + b"[" * 9**5), "no whole safetensors file: .*recursion"),
+    "a deep header": (content((9**5).to_bytes(8, "little") + b"[" * 9**5), "not a whole safetensors file: .*recursion"),
     "a long name": (rewritten(a="x" * 300), "names the file x+, which is not beside it"),
     "no offsets": (header({"data_offsets": None}), "what it says of w cannot be read"),
     "a missing shard": (without_a_shard, "names the file x-2.safetensors, which is not beside it"),
@@ -259,7 +259,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "a tensor in two files": (twice, "a is in .*x-1.safetensors and in .*x-2.safetensors; one of them has to go"),
     "a file elsewhere": (rewritten(a="../x-1.safetensors"), "names '../x-1.safetensors', which is not in its folder"),
     "an index of nothing": (only_index({}), "names no tensors"),
-    "an index that is none": (only_index([1]), "is no index of safetensors files"),
+    "an index that is none": (only_index([1]), "is not an index of safetensors files"),
 }
 
 
@@ -276,7 +276,7 @@ def test_no_such_folder_and_no_such_kind(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no weights at .*nowhere: there is no such file or folder"):
         WeightFiles(tmp_path / "nowhere")
     torch.save({}, tmp_path / "model.pt")
-    with pytest.raises(BuildError, match="model.pt is no safetensors file; convert it"):
+    with pytest.raises(BuildError, match="model.pt is not a safetensors file; convert it"):
         WeightFiles(tmp_path / "model.pt")
 
 

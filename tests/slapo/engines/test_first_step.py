@@ -117,7 +117,7 @@ def test_engines_come_to_the_same_verdict_on_all_ranks(targets: list[str], cases
     for name, own in ranks[0].items():
         texts = [own, ranks[1][name]]
         if ", clip," in name or ", sum," in name:
-            ok = all(text.startswith("refused: the loss is no mean over rows") for text in texts)
+            ok = all(text.startswith("refused: the loss is not a mean over rows") for text in texts)
         elif "strict" in name:
             ok = all(text.startswith("refused: BatchNorm1d 'early' mixes") for text in texts)
         elif "off" in name:
@@ -199,14 +199,14 @@ def _asking_refused(rank: int) -> str:
 @pytest.mark.multiproc
 def test_stages_that_ask_for_gradients_are_looked_at_too() -> None:
     for message in run_distributed(_asking_refused, 2):
-        assert message.startswith("BuildError: the loss is no mean over rows")
+        assert message.startswith("BuildError: the loss is not a mean over rows")
 
 
 @pytest.mark.multiproc
 def test_engines_look_again_where_replicas_first_differ() -> None:
     for found in run_distributed(_later, 2, timeout=120):
         assert len(found) == 7
-        assert {name: text for name, text in found.items() if not text.startswith("2: the loss is no mean over rows")} == {}
+        assert {name: text for name, text in found.items() if not text.startswith("2: the loss is not a mean over rows")} == {}
 
 
 class Penalised(InStages):
@@ -267,7 +267,7 @@ def test_verify_engine_sees_what_the_checks_would_have() -> None:
     for found in run_distributed(_verified, 2, timeout=200):
         for text in found[:3]:
             assert "check=False is to blame" in text, text
-            assert "refuse this: the loss is no mean over rows" in text, text
+            assert "refuse this: the loss is not a mean over rows" in text, text
         for text in found[3:6]:
             assert "or check=False, without which it is right" in text or "microbatches=2, without which it is right" in text, (
                 text

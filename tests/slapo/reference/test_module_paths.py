@@ -188,7 +188,7 @@ def test_the_bias_is_added_to_what_the_sync_function_returns() -> None:
     layer = slapo.op.linear.LinearWithSyncFunc(6, 3, True, None, None, torch.neg)
     torch.testing.assert_close(layer(X), layer.bias - X @ layer.weight.T)
     assert "sync_fn=neg" in repr(layer)
-    with pytest.raises(ValueError, match="'sum' is no function"):
+    with pytest.raises(ValueError, match="'sum' is not a function"):
         slapo.op.LinearWithSyncFunc(6, 3, sync_fn="sum")
 
 

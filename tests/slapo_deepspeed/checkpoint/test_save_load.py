@@ -204,7 +204,7 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
         "class 2 16": "BuildError: saved with 'SGD' for the optimizer, but this engine has 'AdamW'; build with the same",
         "number 2 16": "BuildError: saved with 2 for the number of the optimizer's groups, but this engine has 1; build with",
         "rate 0 16": "BuildError: saved with 'LambdaLR' for the learning rate's schedule, but this engine has None; build with",
-        "nowhere 2 16": "is no checkpoint of target 'deepspeed': there is no such folder",
+        "nowhere 2 16": "is not a checkpoint of target 'deepspeed': there is no such folder",
     }
     for found in (first, second):
         assert set(found) == set(expected)
@@ -245,8 +245,7 @@ def test_an_engine_that_read_half_a_checkpoint_waits_for_another(tmp_path: Path)
         assert "the weights of this engine may have changed, load another checkpoint before it trains" in first
         assert (
             later
-            == ["BuildError: a checkpoint was not read to its end, and this engine's weights may have changed; load another"]
-            * 3
+            == ["BuildError: loading a checkpoint failed halfway, and this engine's weights may have changed; load another"] * 3
         )
         assert loaded == trained == "no error"
 

@@ -289,7 +289,7 @@ class TestOtherPlugins:
     @pytest.mark.parametrize(
         ("given", "sentence"),
         [
-            ({"rmsnorm": {"mine": _twice}}, "names a kernel that is not there: no kernel 'rmsnorm'; did you mean 'rms_norm'"),
+            ({"rmsnorm": {"mine": _twice}}, "names an unknown kernel: no kernel 'rmsnorm'; did you mean 'rms_norm'"),
             ({"rms_norm": _twice}, "return {kernel: {name: implementation}}"),
             ({"rms_norm": {"mine": "not a path"}}, "'not a path' is not of the form 'module:Class'"),
             ({"rms_norm": {"mine": 3}}, "3 is not a function"),

@@ -9,7 +9,7 @@ import pytest
 from slapo_kernels import explain, kernel_names
 from slapo_testing.conformance import Check, kernel_checks
 
-# of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
+# of inputs that are not leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 COMPILED = ("registered", "signature", "values")

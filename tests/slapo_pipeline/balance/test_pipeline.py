@@ -366,7 +366,7 @@ def refused(model: nn.Module, inputs: Any, message: str, *args: Any, **kwargs: A
         ({"stages": 2, "boundaries": ["1"]}, "both stages and boundaries are given"),
         (
             {"stages": 2, "balance": "flop"},
-            "balance is 'flop'; did you mean 'flops'.*known are 'parameters', 'flops', 'memory'",
+            "balance is 'flop'; did you mean 'flops'.*available: 'parameters', 'flops', 'memory'",
         ),
         ({"stages": 2, "microbatches": 0}, "microbatches is 0; give how many a batch is cut into"),
         ({"parts": 2}, "it takes"),

@@ -214,7 +214,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(BuildError, match="pipe is a Plain; give what torch.distributed.pipelining.pipeline returned"):
         program_of_pipe(model, schedule)
     schedule["layers.0"].cut_pipeline_stage()
-    with pytest.raises(BuildError, match="the schedule has cuts of its own, which the ready Pipe knows nothing of"):
+    with pytest.raises(BuildError, match="the schedule has cuts of its own, which the Pipe does not contain"):
         program_of_pipe(pipe, schedule)
     with pytest.raises(BuildError, match="the stages of a Pipe run once; give create_schedule example_inputs="):
         program_of_pipe(pipe, create_schedule(model))

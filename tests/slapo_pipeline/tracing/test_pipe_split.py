@@ -193,7 +193,9 @@ def test_a_mark_twice() -> None:
 
 @pytest.mark.parametrize("number", [-1, True, "first"])
 def test_no_number_of_a_mark(number: Any) -> None:
-    with pytest.raises(ScheduleError, match=rf"{number!r} is no mark; the first one that this module's forward runs into is 0"):
+    with pytest.raises(
+        ScheduleError, match=rf"{number!r} is not a mark; the first one that this module's forward runs into is 0"
+    ):
         cut(Marked(), X).cut_at_marks(number)
 
 

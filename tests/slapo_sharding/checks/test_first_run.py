@@ -293,7 +293,7 @@ SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
             sch["first"].sync("fwd_post", "scatter", axis=0),
             sch["block.norm"].sync("fwd_post", "all_gather", axis=0, backward="reduce_scatter").sync("grad", "all_reduce"),
         ),
-        "sums the gradient of what it is given, and a sync before sums it already",
+        "sums the gradient of its input, which an earlier sync sums already",
     ),
     "gathered and reduced": (
         Plain,

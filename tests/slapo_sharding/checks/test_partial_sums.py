@@ -171,13 +171,15 @@ def _given(rank: int) -> list[str]:
 
 def test_the_model_returns_no_partial_value() -> None:
     given, returned = run_distributed(_given, 2)[0]
-    assert "a Linear that is split is given a part of a sum" in given
+    assert "a Linear that is sharded receives a partial value" in given
     assert "the model, Model, at" in returned
-    assert "it returns a part of a sum that nobody adds up, and each rank has a part of the output of 'block.again'" in returned
+    assert (
+        "it returns a partial value that is never reduced, and each rank has a part of the output of 'block.again'" in returned
+    )
 
 
 def _half(rank: int) -> str:
-    """Small values are not lost in rounding, and a wider dtype is no fault."""
+    """Small values are not lost in rounding, and a wider dtype is not a fault."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     for block in (Scaled, Dropped):
         model = Model(block).bfloat16()
@@ -232,4 +234,4 @@ def _forked(rank: int) -> str:
 
 
 def test_forked_dropout_of_a_partial_value_is_refused() -> None:
-    assert "dropout draws other random numbers on each rank for the parts of a sum" in run_distributed(_forked, 2)[0]
+    assert "dropout draws different random numbers on each rank for a partial value" in run_distributed(_forked, 2)[0]

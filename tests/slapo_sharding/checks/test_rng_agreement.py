@@ -102,7 +102,7 @@ def _different(rank: int) -> None:
         _built("dropout", fork="inside")(X)
     model = _built("dropout")
     set_random_seed(3, tp_rank=rank, always_enable_tp_seed=True)
-    with pytest.raises(BuildError, match=r"Dropout 'residual' .* draws other random numbers on every rank"):
+    with pytest.raises(BuildError, match=r"Dropout 'residual' .* draws different random numbers on each rank"):
         model(X)
     model.residual.p = 0.0
     model(X)
@@ -138,4 +138,6 @@ def test_different_dropout_of_a_replicated_value_is_refused() -> None:
     assert first == second
     for message in first:
         assert "Dropout '1' at" in message
-        assert "dropout draws other random numbers on every rank, and all have the same value; seed the ranks alike" in message
+        assert (
+            "dropout draws different random numbers on each rank, and all have the same value; seed the ranks alike" in message
+        )

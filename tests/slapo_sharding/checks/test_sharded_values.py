@@ -196,13 +196,13 @@ def test_fused_outputs_are_split_at_their_blocks() -> None:
     for message, part in zip(
         first,
         (
-            "chunk needs all of it",
+            "chunk needs the whole value",
             "chunk takes [4, 4, 4, 4] out of blocks of [8, 8]",
             "[1, 5] is cut out of blocks of [4, 4]",
             "view makes rows of 6 out of blocks of [4, 4, 4]",
             "a Linear that is split in one block along 1 is given [4, 4] along 1",
-            "softmax needs all of it",
-            "a Linear that is split is given parts in another order",
+            "softmax needs the whole value",
+            "a Linear that is sharded receives parts in another order",
         ),
         strict=True,
     ):
@@ -265,7 +265,7 @@ def _summed(rank: int) -> str:
 
 
 def test_a_sum_that_a_sync_reduces_is_allowed() -> None:
-    assert "sum needs all of it" in run_distributed(_summed, 2)[0]
+    assert "sum needs the whole value" in run_distributed(_summed, 2)[0]
 
 
 class Stack(nn.Module):
@@ -329,7 +329,7 @@ def _by_numbers(rank: int) -> None:
     """Answers that depend on values are not cached by shape."""
     for _ in range(2):
         _stack(lambda x: _shift(x, 0))(X)
-        with pytest.raises(BuildError, match="conv1d needs all of it"):
+        with pytest.raises(BuildError, match="conv1d needs the whole value"):
             _stack(lambda x: _shift(x, 1))(X)
 
 
@@ -391,7 +391,7 @@ def _losses(rank: int) -> None:
         )
         sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
         build(sch)
-        with pytest.raises(BuildError, match="cross_entropy needs all of it"):
+        with pytest.raises(BuildError, match="cross_entropy needs the whole value"):
             sch.mod(torch.arange(math.prod(shape)).view(shape) % 16)
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_state_is_refused_and_nothing_changes():
             f"load_full_state: 'transformer.h.0.attn.c_attn.bias': {shape}; missing ['transformer.ln_f.weight']; "
             f"unknown ['more']{close}",
             f"load_full_state: 'transformer.wte.weight' and 'lm_head.weight' are tied and differ{close}",
-            f"load_full_state: 'transformer.ln_f.weight': a list is no tensor{close}",
+            f"load_full_state: 'transformer.ln_f.weight': a list is not a tensor{close}",
             f"scatter_full: {shape}",
             "scatter_full: it is on meta and holds nothing; build the schedule first",
         ]

@@ -138,7 +138,7 @@ def test_a_recomputation_with_new_draws_is_refused(use_reentrant: bool, rate: fl
         output = checkpoint(sch.mod, torch.ones(8, 4, requires_grad=True), use_reentrant=use_reentrant).sin().sum()
         if rate:
             with pytest.raises(
-                ScheduleError, match="draws other random numbers than the forward did; recompute with checkpoint"
+                ScheduleError, match="draws different random numbers than the forward did; recompute with checkpoint"
             ):
                 output.backward()
         else:

@@ -289,7 +289,7 @@ def test_layers_that_use_one_value_reduce_its_gradient_once():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"of": ["q", "w"]}, r"sync\(''\): of names 'w', which is no module below"),
+        ({"of": ["q", "w"]}, r"sync\(''\): of names 'w', which is not a module below"),
         ({"of": ["q", "q"]}, "of names a module twice: q, q"),
         ({"of": "q"}, "of is 'q'; give a list of paths"),
         ({"of": []}, r"of is \[\]; give a list of paths"),

@@ -123,7 +123,9 @@ def test_a_folder_of_a_name_that_none_has(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["my notes", '{"a": 1}'])
 def test_what_is_called_like_a_checkpoint_is_not_replaced(text: str, tmp_path: Path) -> None:
     (tmp_path / "slapo.json").write_text(text)
-    with pytest.raises(BuildError, match="has a slapo.json that is no checkpoint's; give another folder, or move it away"):
+    with pytest.raises(
+        BuildError, match="has a slapo.json that does not belong to a checkpoint; give another folder, or move it away"
+    ):
         engine().save(tmp_path)
     assert (tmp_path / "slapo.json").read_text() == text
 

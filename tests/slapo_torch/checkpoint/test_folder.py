@@ -38,7 +38,7 @@ def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> 
     (tmp_path / f"slapo.json.{number}").write_text((tmp_path / "slapo.json").read_text())
     engine.load(tmp_path)
     (tmp_path / "slapo.json").rename(tmp_path / "gone")
-    with pytest.raises(BuildError, match="is no complete checkpoint of target 'torch': it has no slapo.json"):
+    with pytest.raises(BuildError, match="is not a complete checkpoint of target 'torch': it has no slapo.json"):
         engine.load(tmp_path)
     engine.save(tmp_path)
     assert len([*tmp_path.glob("data-*")]) == len([*tmp_path.glob("slapo.json*")]) == 1
@@ -135,7 +135,7 @@ def test_another_save_while_one_is_loaded_is_told_as_that(tmp_path: Path) -> Non
     with pytest.raises(KeyError), read_context(found):  # an error of its own otherwise
         raise KeyError
     engine.save(tmp_path)
-    with pytest.raises(BuildError, match=r"was saved anew while it was loaded; load it again"), read_context(found):
+    with pytest.raises(BuildError, match=r"was overwritten while it was loaded; load it again"), read_context(found):
         verify(found, Ranks())
 
 

@@ -285,7 +285,7 @@ def test_what_refuses_its_state_leaves_the_engine_as_it_was(tmp_path: Path) -> N
     engine.save(tmp_path)
     losses(loaded, 1)
     before = facts(loaded), str(loaded.lr_scheduler.state_dict()), str(loaded.module.state_dict()), loaded.steps
-    with pytest.raises(BuildError, match="Picky does not take what was saved of it: LookupError: too old"):
+    with pytest.raises(BuildError, match="Picky does not accept its saved state: LookupError: too old"):
         loaded.load(tmp_path)
     assert (facts(loaded), str(loaded.lr_scheduler.state_dict()), str(loaded.module.state_dict()), loaded.steps) == before
 

@@ -125,7 +125,7 @@ def test_pieces_of_some_ranks_are_not_taken_for_all() -> None:
     local = spec_of(0).local(torch.zeros(12, 4))
     with pytest.raises(BuildError, match="leave out 24 of 48 elements; give those of all ranks"):
         assemble([piece_of(local, spec_of(0))])
-    with pytest.raises(BuildError, match="are none of one tensor"):
+    with pytest.raises(BuildError, match="are not pieces of one tensor"):
         assemble([piece_of(local, spec_of(0)), Piece(torch.zeros(3), (3,), (((0, 3),),))])
 
 

@@ -220,7 +220,7 @@ def cut_with_extra_state(rank: int, path: str) -> list[Any]:
 
 
 class Factor(nn.Module):
-    """A number that is no tensor."""
+    """A number that is not a tensor."""
 
     factor = 1.0
 

@@ -103,7 +103,7 @@ def test_another_layout_loads_and_nothing_is_loaded_from_nowhere(
 ) -> None:
     for messages in run_distributed(_other_layout, stages, checkpoint[0], stages):
         assert messages[0] == "no error"
-        assert "is no checkpoint of target 'torch': there is no such folder" in messages[1]
+        assert "is not a checkpoint of target 'torch': there is no such folder" in messages[1]
 
 
 class Unusual(nn.Module):

@@ -72,7 +72,7 @@ def test_means_over_rows_pass(log: list[str], rows: int) -> None:
 def test_other_losses_are_refused(rows: int) -> None:
     for name, loss in NO_MEANS.items():
         for model, options in models_of(loss):
-            with pytest.raises(BuildError, match="the loss is no mean over rows.*loss_over='replicas'.*loss_weights="):
+            with pytest.raises(BuildError, match="the loss is not a mean over rows.*loss_over='replicas'.*loss_weights="):
                 pytest.fail(f"{name}: {trained(model, batch(rows), **options)}")
 
 
@@ -143,7 +143,7 @@ def test_masks_without_any_element_are_seen(masked: list[int], microbatches: int
 
 
 class MaskedTokens(nn.Module):
-    """A mean by hand over what a mask marks, or over what is no padding."""
+    """A mean by hand over what a mask marks, or over what is not a padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_a_small_term_and_buffers_made_of_rows_are_told(log: list[str]) -> None:
     trained(Whole(Towers(), entropy, MEANS["per row"]), batch())
     assert log == []
     trained(Whole(Towers(), entropy, NO_MEANS["clip"]), batch())
-    assert ["'aux_loss' is no mean over rows" in line for line in log] == [True]
+    assert ["'aux_loss' is not a mean over rows" in line for line in log] == [True]
     log.clear()
     engine = engine_of(WithLoss(Towers(Codebook()), entropy))
     for even in (True, False):
@@ -264,8 +264,8 @@ def test_a_small_term_that_is_returned_is_told(log: list[str], factor: float) ->
     torch.manual_seed(0)
     model = Whole(Towers(), MEANS["cross entropy"], NO_MEANS["clip"], factor)
     trained(copy.deepcopy(model), batch())
-    assert ["'aux_loss' is no mean over rows" in line for line in log] == [True]
-    with pytest.raises(BuildError, match="'aux_loss' is no mean over rows"):
+    assert ["'aux_loss' is not a mean over rows" in line for line in log] == [True]
+    with pytest.raises(BuildError, match="'aux_loss' is not a mean over rows"):
         trained(copy.deepcopy(model), batch(), strict=True)
 
 
@@ -273,7 +273,7 @@ def test_another_difference_is_refused_beside_such_a_term() -> None:
     torch.manual_seed(0)
     for loss, factor in (("cross entropy", 2.0), ("clip", 0.02), ("clip", 0.0)):
         made = {**MEANS, **NO_MEANS}[loss]
-        with pytest.raises(BuildError, match="the loss is no mean over rows"):
+        with pytest.raises(BuildError, match="the loss is not a mean over rows"):
             trained(Whole(Towers(), made, NO_MEANS["clip"], factor), batch())
 
 
@@ -353,14 +353,14 @@ def test_checks_are_switched_off(log: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VARIABLE, "all")
     assert trained(Towers(), batch(), loss_fn=clip) > 0
     monkeypatch.setenv(VARIABLE, "row")
-    with pytest.raises(BuildError, match="'row', which is no check"):
+    with pytest.raises(BuildError, match="'row', which is not a check"):
         engine_of(Towers(), loss_fn=clip)
     monkeypatch.delenv(VARIABLE)
     for name in ("check", "strict"):
         with pytest.raises(BuildError, match=f"{name} is 1; give True or False"):
             engine_of(Towers(), **{name: 1})
     assert trained(Towers(), batch(), loss_fn=clip, check={"rows": False}) > 0
-    with pytest.raises(BuildError, match="check= has 'row', which is no check; known are rows"):
+    with pytest.raises(BuildError, match="check= has 'row', which is not a check; available: rows"):
         engine_of(Towers(), check={"row": False})
 
 

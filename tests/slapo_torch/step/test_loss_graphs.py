@@ -9,7 +9,7 @@ import pytest
 from slapo_testing import run_distributed
 from tests.loss_graphs import BY_HAND, MADE, OTHERS, PLAIN, train
 
-TOLD = "what the loss is a mean over cannot be told, as it is no plain cross_entropy; say with loss_weights="
+TOLD = "the labels that the loss averages over are unknown, as it is not a plain cross_entropy; say with loss_weights="
 
 
 def check(found: dict[str, Any], is_hidden: bool, is_even: bool) -> None:

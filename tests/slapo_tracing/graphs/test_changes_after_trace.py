@@ -140,7 +140,7 @@ def test_what_gives_something_else_every_time(source: Any) -> None:
         return x * (source.random() if isinstance(self.source, random.Random) else next(self.source))
 
     model = with_parts(forward, source=source)
-    with pytest.raises(TraceError, match="'source', which gives something else every time"):
+    with pytest.raises(TraceError, match="'source', which returns a different value each time"):
         trace(model, example_inputs=(X,))
 
 

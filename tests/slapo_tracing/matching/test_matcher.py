@@ -248,7 +248,7 @@ def test_patterns_that_are_none() -> None:
     with pytest.raises(ScheduleError, match=r"the pattern cannot be traced: .*call_module\(name, ...\) for a module"):
         find_subgraph(traced, lambda x: ModulePattern("dropout")(x).sin())
     for wrong in (lambda: find_node(traced, "("), lambda: find_subgraph(traced, lambda x: call_module("(", x))):
-        with pytest.raises(ScheduleError, match=r"find: '\(' is no regular expression: missing \)"):
+        with pytest.raises(ScheduleError, match=r"find: '\(' is not a regular expression: missing \)"):
             wrong()
     with pytest.raises(TypeError, match="a function or a Pattern, not int"):
         find_subgraph(traced, 3)  # type: ignore[arg-type]
@@ -293,5 +293,7 @@ def test_matches_can_be_written_down_and_found_again() -> None:
     assert (again.inputs, again.outputs) == (match.inputs, match.outputs)  # type: ignore[attr-defined]
     assert matcher.match(holder, match_data(list(match))) == list(match)
     holder.root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) + x)
-    with pytest.raises(ScheduleError, match="has no node 'sub' that calls sub; trace as when it was found"):
+    with pytest.raises(
+        ScheduleError, match="has no node 'sub' that calls sub; trace the module as it was when the match was found"
+    ):
         matcher.match(holder, match_data(match))

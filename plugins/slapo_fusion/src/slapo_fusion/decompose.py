@@ -41,7 +41,7 @@ class DecomposePrimitive(Primitive):
     def check(schedule: Schedule, parts: int | Sequence[int] | None = None) -> None:
         module: Any = schedule.mod
         if not getattr(vars(module).get("forward"), "computes_as_class", "forward" not in vars(module)):
-            raise _error(schedule, "its forward is another one or wrapped, by a shard of its inputs say; decompose it first")
+            raise _error(schedule, "its forward was replaced or wrapped, e.g. by a shard of its inputs; decompose it first")
         if parts is not None:
             if is_opaque(module):
                 raise _error(schedule, "it is sharded or hooked, and its parts would not be; decompose it first")
@@ -170,7 +170,7 @@ def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:
     module: Any = schedule.mod
     cls = type(module)
     if cls is not nn.Linear and not _is_transposed(cls):
-        what = f"a {cls.__name__} is no projection that parts can be taken of"
+        what = f"a {cls.__name__} is not a projection that parts can be taken of"
         raise _error(schedule, f"{what}; a Linear or Transformers' Conv1D is")
     outputs = module.weight.shape[0 if cls is nn.Linear else 1]
     if type(parts) is int and parts > 1 and outputs % parts == 0:

@@ -108,7 +108,7 @@ _compiled_functions: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = Wea
 
 
 class FusedRegion(nn.Module):
-    """One call for a region without weights. The region is no child, so no search finds it as a traced module."""
+    """One call for a region without weights. The region is not a child, so no search finds it as a traced module."""
 
     def __init__(self, region: fx.GraphModule, function: RegionFunction) -> None:
         super().__init__()

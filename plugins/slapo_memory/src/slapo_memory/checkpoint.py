@@ -54,7 +54,7 @@ class CheckpointPrimitive(Primitive):
 
     Raises:
         ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
-            cannot be one call; an unknown policy; a ratio outside 0 to 1, of no member, or on a module that is no list; a
+            cannot be one call; an unknown policy; a ratio outside 0 to 1, of no member, or on a module that is not a list; a
             budget below a module's inputs, together with a policy, or without example inputs.
     """
 

@@ -233,7 +233,7 @@ def _live_range(value: LiveValue) -> range:
 
 
 def result_keys(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the keys of the model's result from the module of its last stage, or None if the result is no mapping."""
+    """Return the keys of the model's result from the module of its last stage, or None if the result is not a mapping."""
     module = module.__dict__.get("inner", module)
     if not isinstance(module, fx.GraphModule) or not module.graph.find_nodes(op="output"):
         return None

@@ -46,7 +46,7 @@ class CutAtMarksPrimitive(Primitive):
             return _marks_below(schedule)
         for number in numbers:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
+                raise _error(schedule, f"{number!r} is not a mark; the first one that this module's forward runs into is 0")
             if number in schedule.metadata.primitives.get(CUT_AT_MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
         if is_indivisible(schedule.root_module, schedule.mod):

@@ -43,7 +43,7 @@ class CutPipelineStagePrimitive(Primitive):
         """Refuse a place where no stage can end."""
         if where not in _MEANINGS:
             raise ScheduleError(
-                f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=CUT_PIPELINE_STAGE
+                f"where is {where!r}; give 'after' or 'before'", path=schedule.path, primitive=CUT_PIPELINE_STAGE
             )
         if not schedule.path:
             beyond = "nothing comes after" if where == "after" else "a stage begins with"

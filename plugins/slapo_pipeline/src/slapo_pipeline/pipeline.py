@@ -130,7 +130,9 @@ def _check_model(schedule: Schedule) -> None:
 
 def _check_options(balance: str, microbatches: int | None) -> None:
     if balance not in BALANCES:
-        raise _error(f"balance is {balance!r}; {_suggestion(str(balance), BALANCES)}known are {', '.join(map(repr, BALANCES))}")
+        raise _error(
+            f"balance is {balance!r}; {_suggestion(str(balance), BALANCES)}available: {', '.join(map(repr, BALANCES))}"
+        )
     if microbatches is not None and not _is_count(microbatches):
         raise _error(f"microbatches is {microbatches!r}; give how many a batch is cut into, at least 1")
 

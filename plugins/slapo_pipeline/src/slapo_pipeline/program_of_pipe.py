@@ -70,7 +70,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
 
     Raises:
         BuildError: no ``Pipe``, or one of another model, with other parameters, arguments or results; the schedule has steps,
-            which the ``Pipe`` lacks, or no example inputs; the number of stages is no multiple of the pipeline ranks.
+            which the ``Pipe`` lacks, or no example inputs; the number of stages is not a multiple of the pipeline ranks.
     """
     if isinstance(pipe, Pipe):
         return _own_program(pipe, schedule)
@@ -184,7 +184,7 @@ def _check_fits(num_stages: int, schedule: Schedule) -> None:
     """Refuse a schedule with steps, or a mesh for another number of stages."""
     if len(schedule.journal):
         what = "cuts of its own" if cuts_of_steps(schedule.journal) else "steps"
-        raise BuildError(f"the schedule has {what}, which the ready Pipe knows nothing of; cut with the schedule alone")
+        raise BuildError(f"the schedule has {what}, which the Pipe does not contain; cut with the schedule alone")
     mesh = schedule.mesh
     ranks = pipeline_ranks(mesh) or 1
     if mesh is not None and num_stages % ranks:

@@ -45,7 +45,7 @@ def generate_pipeline_partition(sch: Schedule) -> Schedule:
         The schedule can be built, saved and verified as the original.
 
     Raises:
-        BuildError: no schedule; no example inputs; the number of stages is no multiple of the pipeline ranks.
+        BuildError: no schedule; no example inputs; the number of stages is not a multiple of the pipeline ranks.
         ScheduleError: a cut leaves a stage with no node to run.
         TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.
     """

@@ -74,8 +74,9 @@ def _fork() -> Iterator[None]:
         _last_fork.update(state=after.get("cpu"), backward=backward)
         if stale and any(not torch.equal(after[device], state) for device, state in before.items()):
             raise ScheduleError(
-                "fork_rng: a recompute in the backward pass draws other random numbers than the forward did; recompute with "
-                "checkpoint() of the schedule, not with torch.utils.checkpoint or gradient_checkpointing_enable()"
+                "fork_rng: a recompute in the backward pass draws different random numbers than the forward did; "
+                "recompute with checkpoint() of the schedule, not with torch.utils.checkpoint or "
+                "gradient_checkpointing_enable()"
             )
 
 

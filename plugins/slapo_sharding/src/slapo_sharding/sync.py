@@ -204,7 +204,7 @@ def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Calla
         raise error(f"of is {of!r}; give a list of paths below the module, e.g. ['q_proj', 'k_proj', 'v_proj']")
     found = [paths.find(schedule.mod, path) if path else None for path in of]
     if None in found:
-        raise error(f"of names {of[found.index(None)]!r}, which is no module below; give paths below the module")
+        raise error(f"of names {of[found.index(None)]!r}, which is not a module below; give paths below the module")
     if len({*found}) < len(of):
         raise error(f"of names a module twice: {', '.join(of)}; name each once")
 

@@ -202,7 +202,7 @@ def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None
 
 
 def _plan_problem(plan: Any) -> str | None:
-    """Return why a plan is no mapping from paths to styles, or None."""
+    """Return why a plan is not a mapping from paths to styles, or None."""
     known = f"give {{path or glob: style}}, styles: {', '.join(STYLES)}"
     if not isinstance(plan, Mapping):
         return f"plan is {plan!r}; {known}"

@@ -118,8 +118,8 @@ class BatchEngine(AveragedEngine):
             )
         if self._is_broken:
             raise BuildError(
-                f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
-                "another engine, and load a checkpoint"
+                f"a step of this engine failed with an error, and {self._common.target} has kept a part of its "
+                "gradients; build another engine, and load a checkpoint"
             )
         cut = self._cut(args, batch, training=True)
         self._first.check(cut.parts, cut.labels, self.device)
@@ -183,7 +183,7 @@ class BatchEngine(AveragedEngine):
     def _check_weights(self) -> None:
         self._check_open()
         if self._is_half_read:
-            raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
+            raise BuildError("loading a checkpoint failed halfway, and this engine's weights may have changed; load another")
 
     def _cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> MicroBatches:
         """Return the micro-batches, their labels for a loss function, and their weights. Collective."""

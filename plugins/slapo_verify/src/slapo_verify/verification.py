@@ -87,7 +87,7 @@ def _compare_models(models: ComparedModels, task: ComparisonTask, blame: bool, n
         known = wide.blame if wide is not None and not wide.ok else None
         cause = known or cause_of(models, runs, task, expected, actual) if blame else None
     except StrandedError as error:
-        raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
+        raise StrandedError(f"{error}; that happened while locating the cause of this: {found[0].message}") from error
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 

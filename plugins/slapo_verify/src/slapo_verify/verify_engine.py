@@ -84,7 +84,7 @@ def verify_engine(
     batch = _by_name(reference, batch, has_labels=loss_fn is not None and options.get("loss_over") is None)
     check_tolerance(tolerance)
     if against is not None and not isinstance(against, (str, TrainingResults)):
-        raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
+        raise VerifyError(f"against is {against!r}; give the name of an engine, or the `trained` of a report")
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if function is not None and not callable(function):
             raise VerifyError(f"{what} is {short_repr(function)}; give a function")

@@ -218,7 +218,7 @@ class LoadPlan:
         if views:
             self.views[key] = [view for view in (self._fit_view(key, tensor, view) for view in views) if view is not None]
         elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
-            kind = "missing" if parameter_facts(tensor).names else "brought in by a step that does not say what of (made_of)"
+            kind = "missing" if parameter_facts(tensor).names else "added by a step that does not declare its origin (made_of)"
             self._problems[kind].append(key)
 
     def _fit_view(self, key: str, tensor: torch.Tensor, view: TensorView) -> TensorView | None:

@@ -17,7 +17,7 @@ class Line:
     Args:
         name: For the legend.
         style: CSS class that gives colour and stroke.
-        values: One per step, from step 1; a value that is no finite number is a gap.
+        values: One per step, from step 1; a value that is not a finite number is a gap.
     """
 
     name: str

@@ -87,7 +87,7 @@ class RunRecord:
 
     @property
     def largest_difference(self) -> tuple[float, int]:
-        """The largest difference and its step, counted from 1; a loss that is no number counts as infinitely far."""
+        """The largest difference and its step, counted from 1; a loss that is not a number counts as infinitely far."""
         ranked = [(value if value == value else float("inf"), step) for step, value in enumerate(self.differences, 1)]
         return max(ranked, key=lambda entry: entry[0])
 

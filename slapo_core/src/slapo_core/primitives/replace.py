@@ -74,7 +74,7 @@ def _subgraph_primitive(schedule: Schedule) -> type[Primitive]:
 def check_module(schedule: Schedule, new: Any, primitive: str) -> None:
     """Refuse an object that is not a module, and a module that contains the whole model."""
     if not isinstance(new, nn.Module):
-        raise ScheduleError(f"{new!r} is no module; give an nn.Module", path=schedule.path, primitive=primitive)
+        raise ScheduleError(f"{new!r} is not a module; give an nn.Module", path=schedule.path, primitive=primitive)
     if any(module is schedule.root_module for module in new.modules()) and schedule.path:
         raise ScheduleError("the new module contains the whole model", path=schedule.path, primitive=primitive)
 

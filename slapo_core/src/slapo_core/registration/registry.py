@@ -245,7 +245,7 @@ def default_registry() -> Registry:
     with _DefaultRegistry.lock:
         if _DefaultRegistry.registry is None:
             if _DefaultRegistry.loading:
-                raise PluginError("the registry is asked for while plugins are being imported; do that in a hook", owner="")
+                raise PluginError("the registry is used while plugins are being imported; use it in a hook", owner="")
             # Loading creates many objects that all stay; a collection meanwhile scans all of torch's and doubles the time.
             _DefaultRegistry.loading, is_collecting = True, gc.isenabled()
             gc.disable()

@@ -191,7 +191,7 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
     found = _resolve(module, name)
     fit = isinstance(found, type) and issubclass(found, nn.Module) or module == "torch.nn.functional" or trusted
     if not (_is_importable(found) and _is_defined_in(found, module) and fit):
-        raise ScheduleError(f"{path!r} is no class or function of {module!r}")
+        raise ScheduleError(f"{path!r} is not a class or function of {module!r}")
     return found
 
 

@@ -157,7 +157,7 @@ def savepoint(schedule: Schedule) -> Iterator[None]:
         ...         except ScheduleError as error:
         ...             print(error)
         >>> create_schedule(nn.Sequential(nn.ReLU())).try_tanh()["0"].mod
-        replace('0'): 'no module' is no module; give an nn.Module
+        replace('0'): 'no module' is not a module; give an nn.Module
         ReLU()
     """
     root = schedule._root

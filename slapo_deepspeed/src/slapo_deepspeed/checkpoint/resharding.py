@@ -256,7 +256,7 @@ class ReshardedState:
         for name in sorted(self._stepped):
             if odd := saved.unsupported_state(name):
                 raise BuildError(
-                    f"{odd!r} in the state of {type(self._shares.optimizer).__name__} is no number for each element of "
+                    f"{odd!r} in the state of {type(self._shares.optimizer).__name__} is not a number for each element of "
                     f"{name!r}; {SAME_LAYOUT}"
                 )
         found = []

@@ -26,7 +26,7 @@ def check_section(name: str, section: Mapping[str, Any]) -> None:
     """Refuse an optimizer or a scheduler of DeepSpeed's config without a type, or with a string for a number.
 
     Raises:
-        BuildError: the type is missing, ``params`` is no object, or a parameter is a string instead of a number.
+        BuildError: the type is missing, ``params`` is not an object, or a parameter is a string instead of a number.
     """
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(kind, str):

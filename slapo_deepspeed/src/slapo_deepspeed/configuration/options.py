@@ -208,7 +208,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as err:
         raise BuildError(f"DeepSpeed's config {str(path)!r} cannot be read: {err.strerror}") from err
     except json.JSONDecodeError as err:
-        raise BuildError(f"DeepSpeed's config {str(path)!r} is no JSON: {err}") from err
+        raise BuildError(f"DeepSpeed's config {str(path)!r} is not JSON: {err}") from err
     if not isinstance(found, dict):
         raise BuildError(f"DeepSpeed's config {str(path)!r} is a {type(found).__name__}; it has to be an object")
     return found

@@ -145,11 +145,11 @@ def reset() -> None:
 def _device_type(device: torch.device | str, dtype: torch.dtype | None) -> str:
     """Return the type of a device; raise ``ScheduleError`` unless there are such a device and dtype."""
     if not (dtype is None or isinstance(dtype, torch.dtype)):
-        raise ScheduleError(f"{dtype!r} is no dtype; give one such as torch.bfloat16, or None for any")
+        raise ScheduleError(f"{dtype!r} is not a dtype; give one such as torch.bfloat16, or None for any")
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise ScheduleError(f"{device!r} is no device; give one such as 'cpu' or 'cuda:0'") from error
+        raise ScheduleError(f"{device!r} is not a device; give one such as 'cpu' or 'cuda:0'") from error
 
 
 def _choose(kernel: str, device: str, dtype: torch.dtype | None, forced: str | None) -> Implementation:

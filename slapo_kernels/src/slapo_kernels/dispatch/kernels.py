@@ -38,7 +38,7 @@ class Implementation:
         provider: Distribution and version that provide it; filled in by the registry.
 
     Raises:
-        ScheduleError: devices, dtypes or packages are no tuples, or needs, refuses or avoids is no function.
+        ScheduleError: devices, dtypes or packages are not tuples, or needs, refuses or avoids is not a function.
     """
 
     target: Function | str

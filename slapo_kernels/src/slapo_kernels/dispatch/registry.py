@@ -52,7 +52,9 @@ class ImplementationRegistry:
         """
         check_kernel(kernel)
         if not isinstance(name, str):
-            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}")
+            raise ScheduleError(
+                f"{name!r} is not a name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}"
+            )
         if name not in self._entries[kernel]:
             if any(name in those for those in self._entries.values()):  # not misspelt, but of another kernel
                 raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._join_names(kernel)}")
@@ -83,7 +85,7 @@ class ImplementationRegistry:
 def check_kernel(kernel: object) -> None:
     """Raise ``ScheduleError`` unless there is a kernel of this name."""
     if not isinstance(kernel, str):
-        raise ScheduleError(f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(KERNELS))}")
+        raise ScheduleError(f"{kernel!r} is not a name of a kernel; available: {', '.join(sorted(KERNELS))}")
     if kernel not in KERNELS:
         raise ScheduleError(str(UnknownNameError.of("kernel", kernel, KERNELS)))
 
@@ -110,7 +112,7 @@ def _entry(kernel: Any, name: Any, found: Any, record: PluginRecord) -> Entry:
     try:
         check_kernel(kernel)
     except ScheduleError as error:
-        raise PluginError(f"slapo_kernels of {record} names a kernel that is not there: {error}", owner=str(record)) from error
+        raise PluginError(f"slapo_kernels of {record} names an unknown kernel: {error}", owner=str(record)) from error
     given = found if isinstance(found, Implementation) else Implementation(found)
     named = replace(given, name=name, kernel=kernel, provider=record.provider)
     checked = Entry("implementation", f"{kernel}={name}", named.target, record)

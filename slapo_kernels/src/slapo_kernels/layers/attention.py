@@ -34,7 +34,7 @@ class FlashAttention(nn.Module):
         output_proj: Whether there are an ``out_proj`` and a dropout; default: as ``is_decoder``.
 
     Raises:
-        ValueError: the heads do not divide the width, or ``attn_pdrop`` is no probability.
+        ValueError: the heads do not divide the width, or ``attn_pdrop`` is not a probability.
         ScheduleError: there is no such implementation.
     """
 
@@ -142,7 +142,7 @@ class FlashAttentionOp(nn.Module):
             A tensor of the shape of ``query_layer``.
 
         Raises:
-            ValueError: ``p`` is no probability, or a broadcast mask is neither bool nor floating.
+            ValueError: ``p`` is not a probability, or a broadcast mask is neither bool nor floating.
         """
         check_probability("p", p)
         heads, p = (query_layer, key_layer, value_layer), p if self.training else 0.0

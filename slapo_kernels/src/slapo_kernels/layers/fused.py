@@ -28,7 +28,7 @@ class FusedMLP(nn.Module):
             ``bias_act``, and ``SLAPO_KERNELS=bias_act=...`` forces one.
 
     Raises:
-        ValueError: there is no such activation, ``resid_pdrop`` is no probability, or ``use_torchscript`` is no bool.
+        ValueError: there is no such activation, ``resid_pdrop`` is not a probability, or ``use_torchscript`` is not a bool.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class LinearWithSeparateBias(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if not (sync_fn is None or callable(sync_fn)):
-            raise ValueError(f"sync_fn is called with the product, and {sync_fn!r} is no function")
+            raise ValueError(f"sync_fn is called with the product, and {sync_fn!r} is not a function")
         self.sync_fn = sync_fn
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class LinearWithDropout(LinearWithSeparateBias):
 def check_probability(name: str, p: object) -> None:
     """Raise ``ValueError`` unless ``p`` is a number between 0 and 1."""
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
-        raise ValueError(f"{name} is a probability, not {p!r}")
+        raise ValueError(f"{name} has to be a probability, not {p!r}")
 
 
 def activation_named(act_fn: str) -> str:

@@ -92,8 +92,8 @@ class MegatronOptions(EngineOptions):
         own = self.section("optimizer")
         if own and (own.get("optimizer") not in ("adam", "sgd") or not isinstance(own.get("lr"), (int, float))):
             raise BuildError(
-                "config['optimizer'] is no optimizer of Megatron's; give it 'optimizer': 'adam' or 'sgd', and 'lr', or give "
-                "optimizer="
+                "config['optimizer'] is not an optimizer of Megatron's; give it 'optimizer': 'adam' or 'sgd', and "
+                "'lr', or give optimizer="
             )
 
     @property

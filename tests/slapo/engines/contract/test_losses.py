@@ -1,4 +1,4 @@
-"""Losses that are no plain means, on other projects' engines: each step is that of the whole batch, or refused."""
+"""Losses that are not plain means, on other projects' engines: each step is that of the whole batch, or refused."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def refused(rank: int, folder: str) -> tuple[str, Any, Any, list[float]]:
 
 def test_one_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
     ((message, before, after, losses),) = run_distributed(refused, 1, str(tmp_path))
-    assert "Picky does not take what was saved of it: LookupError: too old" in message
+    assert "Picky does not accept its saved state: LookupError: too old" in message
     assert after == before
     assert losses[0] > 0
 

@@ -40,7 +40,7 @@ class ReadsLength(Net):
 
 
 class ReadsMap(Net):
-    """Model that adds the entropies of stored attention maps, with a data-dependent step, so that it is no graph as a whole."""
+    """Model that adds the entropies of stored attention maps, with a data-dependent step; it is not a graph as a whole."""
 
     def forward(self, tokens):
         out = super().forward(tokens)

@@ -106,7 +106,7 @@ def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwar
 
 
 def _names(operator: Any) -> frozenset[str]:
-    """Return the names of an operator's overloads, such as ``"aten.mm.default"``; none if it is no operator."""
+    """Return the names of an operator's overloads, such as ``"aten.mm.default"``; none if it is not an operator."""
     if isinstance(operator, str):
         namespace, _, rest = operator.partition(".")
         operator = getattr(torch.ops, namespace, None) if namespace.isidentifier() and rest else None

@@ -62,7 +62,7 @@ def base_model(schedule: Schedule, config: Configuration, *lists: str) -> Schedu
         if config.prefix in found:
             return schedule[config.prefix] if config.prefix else schedule
         where = f"there is no {wanted} in the model at prefix {config.prefix!r}"
-        advice = f"give prefix={found[0]!r}" if found else f"a {type(schedule.mod).__name__} is no model for this schedule"
+        advice = f"give prefix={found[0]!r}" if found else f"a {type(schedule.mod).__name__} is not a model for this schedule"
         raise config.error(schedule, f"{where}; {advice}")
     if len(found) != 1:
         several = f"several modules have {wanted}: {', '.join(map(repr, found))}; give one of them as prefix"

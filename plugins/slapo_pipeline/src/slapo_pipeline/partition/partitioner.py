@@ -47,7 +47,7 @@ def partition(schedule: Schedule) -> Program | None:
     """Return the program in stages, or None if the schedule has no cuts.
 
     Raises:
-        BuildError: the number of stages is no multiple of the mesh's pipeline ranks; no example inputs, and a forward that
+        BuildError: the number of stages is not a multiple of the mesh's pipeline ranks; no example inputs, and a forward that
             ``torch.fx`` cannot trace; a module around a cut was wrapped later; a lazy parameter has no shape yet.
         ScheduleError: a cut leaves a stage with no node to run.
         TraceError: the model cannot be traced, or a value that is not a tensor would have to cross a boundary.

@@ -49,7 +49,7 @@ class InlinedModules:
     def has_replaced_members(self, root: nn.Module) -> bool:
         """Return whether a module, parameter or buffer of the model is no longer the one a stage has.
 
-        An engine replaces a member in both, which is no difference.
+        An engine replaces a member in both, which is not a difference.
         """
         return any(
             _member(held, name) is not _member(holds, name)

@@ -105,7 +105,7 @@ def install_first_run_check(root: nn.Module, owners: Iterable[nn.Module], disabl
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # a trace is no run
+    if torch.compiler.is_compiling() or nn.Module.__call__ is not _call:  # a trace is not a run
         return _plain_call(module, *args, **kwargs)
     reads = _running_mode.get()
     if reads is not None:

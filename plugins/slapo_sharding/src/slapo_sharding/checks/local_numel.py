@@ -16,7 +16,7 @@ NUMEL_METHODS = frozenset(("numel", "nelement"))
 class LocalNumel:
     """Number of elements of a shard, or a sum of such numbers; it can be added and printed, as in a count of parameters.
 
-    Other arithmetic calls ``refuse`` first, because the unmodified model has another number. The class is no ``int``, because
+    Other arithmetic calls ``refuse`` first, because the unmodified model has another number. The class is not an ``int``:
     ``1.0 / count`` would not call a method of an ``int``.
     """
 

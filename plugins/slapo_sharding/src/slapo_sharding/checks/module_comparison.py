@@ -289,7 +289,7 @@ class CallRecords(list[Record]):
 
 
 def first_difference(parts: CallRecords, whole: CallRecords, group: Group) -> str:
-    """Return the line of the first tensor that is no shard of the whole run's. Collective over the group."""
+    """Return the line of the first tensor that is not a shard of the whole run's. Collective over the group."""
     gathered: list[list[Record]] = gather_objects([*parts], None, group)
     everywhere = [list(made) for made in zip(*gathered, strict=False)]
     line = "an unknown line"

@@ -99,7 +99,7 @@ class PartialGradients:
             given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and torch.is_grad_enabled()]
             if any(self.layout_of(tensor) is GradientLayout.PARTIAL for tensor in given):
                 raise self.error(
-                    "sync('bwd_post', 'all_reduce') sums the gradient of what it is given, and a sync before sums it already; "
+                    "sync('bwd_post', 'all_reduce') sums the gradient of its input, which an earlier sync sums already; "
                     "leave one of them out"
                 )
 
@@ -113,7 +113,7 @@ class PartialGradients:
         if torch.is_grad_enabled() and x.requires_grad and self.layout_of(x) in _OF_REPLICATED:
             raise self.error(
                 f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
-                "or is made of what is whole; sync it once"
+                "or computed from replicated values; sync it once"
             )
         return x
 

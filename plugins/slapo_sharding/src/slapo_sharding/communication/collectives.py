@@ -78,7 +78,7 @@ def all_gather(
         ValueError: another ``backward``, or a shard whose size is not this rank's part of ``size``.
     """
     if backward not in ("split", "reduce_scatter"):
-        raise ValueError(f"backward of all_gather is {backward!r}; 'split' and 'reduce_scatter' are known")
+        raise ValueError(f"backward of all_gather is {backward!r}; use 'split' or 'reduce_scatter'")
     if group is None or num_ranks(group) == 1:
         return x
     dim = dim % x.dim()

@@ -42,7 +42,7 @@ def parallel_cross_entropy(
         The loss, the same on every rank, in the dtype of ``logits``; ``(...)`` for ``"none"``, else a scalar.
 
     Raises:
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is not a process group.
         ValueError: shapes that do not fit together, an unknown reduction, a smoothing outside 0 to 1, a vocabulary that is
             larger than the columns, or different numbers of columns on the ranks without ``vocab_size``.
         IndexError: a target outside the vocabulary.
@@ -56,9 +56,9 @@ def parallel_cross_entropy(
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {list(logits.shape)} and target {list(target.shape)} differ in more than the vocabulary")
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}; 'mean', 'sum' and 'none' are known")
+        raise ValueError(f"reduction is {reduction!r}; use 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}; it lies between 0 and 1")
+        raise ValueError(f"label_smoothing is {label_smoothing}; give a number from 0 to 1")
     if vocab_size is not None and (size <= 0 or (width < part and width != high - low)):
         raise ValueError(f"vocab_size is {size}, but there are {width} columns on rank {rank} of {ranks}")
     start = rank * max(width, part)

@@ -75,7 +75,7 @@ def _problem(tensor: torch.Tensor, full: torch.Tensor) -> str | None:
     spec = shard_spec(tensor)
     shape = spec.full_shape if spec is not None else tuple(tensor.shape)
     if not isinstance(full, torch.Tensor):
-        return f"a {type(full).__name__} is no tensor"
+        return f"a {type(full).__name__} is not a tensor"
     if tuple(full.shape) != tuple(shape):
         return f"shape {list(full.shape)} instead of {list(shape)}"
     return "it is on meta and holds nothing; build the schedule first" if tensor.is_meta else None

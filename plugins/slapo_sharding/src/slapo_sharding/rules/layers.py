@@ -89,7 +89,7 @@ class _Polynomials(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _POLYNOMIAL:
-            raise TypeError(f"{func} is no polynomial")
+            raise TypeError(f"{func} is not a polynomial")
         return func(*args, **(kwargs or {}))
 
 

@@ -27,7 +27,7 @@ _known: dict[Hashable, tuple[Cut, ...]] = {}
 def projection_rule(module: nn.Module, ranks: int) -> ShardingRule | None:
     """Return the rule for a module that is a projection, over ``ranks`` ranks; None for any other.
 
-    A module that only calls layers is no projection: its layers are split instead.
+    A module that only calls layers is not a projection: its layers are split instead.
     """
     applied = applied_cut(module)
     if applied is not None:

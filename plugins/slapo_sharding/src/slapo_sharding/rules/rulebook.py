@@ -175,7 +175,7 @@ def add_rule(registry: Registry, module_cls: type[nn.Module], rule: Any, owner: 
     """Add a rule of this process before those of the plugins, the newest first; a class has one such rule.
 
     Raises:
-        PluginError: ``rule`` is no valid rule.
+        PluginError: ``rule`` is not a valid rule.
     """
     _check(rule, owner)
     added = _added.setdefault(registry, {})
@@ -294,7 +294,7 @@ def register_shard_method(module_cls: type[nn.Module] | None) -> Callable[[Metho
         module_cls: A class of modules; None, for one that could not be imported, registers nothing.
 
     Raises:
-        PluginError: the decorated class is no valid method.
+        PluginError: the decorated class is not a valid method.
 
     Example:
         >>> import torch

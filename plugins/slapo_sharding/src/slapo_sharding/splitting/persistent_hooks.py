@@ -82,7 +82,7 @@ class GradientReductionHook:
         seen: True if the gradient is known to be partial, so that equal values on all ranks are no error.
     """
 
-    of_schedule = True  # tells engines that it is no hook of the user's
+    of_schedule = True  # tells engines that it is not a hook of the user's
     by_plan = False
     """True if a verified plan added the hook."""
 
@@ -166,7 +166,7 @@ class PieceReductionHook:
     Only the range from the first to the last replicated piece is sent: the keys and values of a fused projection.
     """
 
-    of_schedule = True  # tells engines that it is no hook of the user's
+    of_schedule = True  # tells engines that it is not a hook of the user's
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec

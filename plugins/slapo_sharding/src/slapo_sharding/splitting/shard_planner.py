@@ -53,7 +53,7 @@ class ShardPlanner:
             raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
         if self.group is None and (processes := _unconnected_processes()) > 1:
             raise self._error(
-                f"this is one of {processes} processes, WORLD_SIZE says, that do not know of each other; "
+                f"this is one of {processes} processes, WORLD_SIZE says, that are not connected to each other; "
                 "call torch.distributed.init_process_group() before create_schedule()"
             )
         first, dim = self._main_parameter()

@@ -63,7 +63,7 @@ def check_same_weights(model: nn.Module) -> None:
     different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
     if different is not None:
         raise BuildError(
-            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; "
+            f"the ranks do not split the same model: {different!r} had different values on one of them before it was split; "
             f"make the model with the same seed on every rank, or load the same weights before scheduling it; "
             f"{off_switch('weights')}"
         )

@@ -302,4 +302,4 @@ def _check_call(case: KernelCase, check: str) -> None:
                 raise ConformanceError(f"{way}: the call is refused with {str(error)!r}{wanted}") from error
         else:
             if check == "values" and expected:
-                raise ConformanceError(f"{way}: the call is computed; it is to be refused with {expected!r}")
+                raise ConformanceError(f"{way}: the call is computed; it should be refused with {expected!r}")

@@ -50,9 +50,9 @@ def check_lazy_import(registry: Registry, kind: str, name: str) -> None:
         return  # given to the registry, not installed
     loaded = imported_by_loading()
     if module in loaded:
-        raise ConformanceError(f"loading the plugins imports {module}, which is to be imported when {name!r} is first used")
+        raise ConformanceError(f"loading the plugins imports {module}, which should be imported when {name!r} is first used")
     if heavy := sorted(_dependency_packages(entry.record.distribution) & loaded):
-        raise ConformanceError(f"loading the plugins imports {heavy[0]}, which is to be imported when {name!r} is first used")
+        raise ConformanceError(f"loading the plugins imports {heavy[0]}, which should be imported when {name!r} is first used")
 
 
 def _dependency_packages(distribution: str) -> set[str]:
@@ -130,7 +130,7 @@ def _check_capabilities(dialect: type[Dialect]) -> None:
     if not dialect.capabilities or not any(word.startswith("precision:") for word in dialect.capabilities):
         raise ConformanceError(f"{dialect.__name__}.capabilities do not say what it can do, 'precision:fp32' for one")
     if unknown := sorted({*dialect.capabilities} - kinds):
-        raise ConformanceError(f"{dialect.__name__}.capabilities have {unknown[0]!r}; known are {', '.join(sorted(kinds))}")
+        raise ConformanceError(f"{dialect.__name__}.capabilities have {unknown[0]!r}; available: {', '.join(sorted(kinds))}")
 
 
 def check_has_examples(registry: Registry, kind: str, name: str, examples: Sequence[Example | EngineExample]) -> None:

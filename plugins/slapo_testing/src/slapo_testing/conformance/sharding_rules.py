@@ -244,6 +244,6 @@ def _check_refusal(case: RuleCase, refused: Refused) -> None:
             raise ConformanceError(f"{what} is refused by {str(error)!r}, not with {refused.match!r}") from error
     else:
         ranks = f"{dist.get_world_size()} ranks"
-        raise ConformanceError(f"{what} splits the layer over {ranks}; it is to be refused with {refused.match!r}")
+        raise ConformanceError(f"{what} splits the layer over {ranks}; it should be refused with {refused.match!r}")
     if found := before.differences(Snapshot(sch)):
         raise ConformanceError(f"after {what} was refused, {first_of(found)}")

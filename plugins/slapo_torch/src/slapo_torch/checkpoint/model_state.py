@@ -68,7 +68,7 @@ def collect_extra(model: nn.Module) -> dict[str, Any]:
     """Return the extra state of each module that has some, by path.
 
     Raises:
-        BuildError: a state has objects that are no plain data.
+        BuildError: a state has objects that are not plain data.
     """
     states = {path: module.get_extra_state() for path, module in _modules_with_extra_state(model).items()}
     for path, state in states.items():

@@ -34,7 +34,7 @@ class LoadedState(NamedTuple):
         state: State of each parameter that is stored once.
         numbers: Scalars of each parameter, with dtypes of scalar tensors.
         parts: State of another shape that fits this rank's shard of each parameter.
-        foreign: State of keys that are no parameters.
+        foreign: State of keys that are not parameters.
         more: The rest of the ``state_dict``.
     """
 
@@ -114,7 +114,7 @@ def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping
         of_whole = kept["values"] if is_sharded(parameter) else ()
         for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
             raise BuildError(
-                f"{key!r} in the state of {type(named.optimizer).__name__} is no number for each element of {name!r}, which "
+                f"{key!r} in the state of {type(named.optimizer).__name__} is not a number for each element of {name!r}, which "
                 f"is sharded otherwise than when it was saved; {SAME_LAYOUT}"
             )
 

@@ -60,7 +60,7 @@ def check(named: NamedOptimizer) -> None:
         odd = [key for key, value in kept.items() if not (whole or _is_scalar(value) or _is_per_element(value, parameter))]
         if odd:
             raise BuildError(
-                f"{odd[0]!r} in the state of {kind} is no number for each element of a parameter, and replicas have rows of "
+                f"{odd[0]!r} in the state of {kind} is not a number for each element of a parameter, and replicas have rows of "
                 "these; only data_parallel='ddp' saves it"
             )
 

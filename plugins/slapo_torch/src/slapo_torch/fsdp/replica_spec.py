@@ -69,7 +69,9 @@ class ReplicaSpec(ShardSpec):
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         if self.parts > 1:
-            raise BuildError("rows of a tensor-parallel part are no ranges of the full tensor; use local() and assemble()")
+            raise BuildError(
+                "rows of a tensor-parallel part are not contiguous ranges of the full tensor; use local() and assemble()"
+            )
         return [self.rows(rank)]
 
     def without_copies(self, shard: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class UnitRuntime:
             self._is_active = False
         for unit in self._units:
             if any(each.whole is not None and each.whole.grad is not None for each in unit.members):
-                raise BuildError(f"a parameter of {unit.path!r} got a gradient when the backward had left that unit; {REMEDY}")
+                raise BuildError(f"a parameter of {unit.path!r} got a gradient after the backward had left that unit; {REMEDY}")
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any) -> None:
         path = self._units[index].path

@@ -52,7 +52,7 @@ def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str
 def _repeats_a_class(module: nn.Module) -> bool:
     kinds = [type(child) for child in module.children() if next(child.parameters(), None) is not None]
     if isinstance(module, nn.ModuleDict) and len(set(kinds)) > 1:
-        # the parts of a model by name: token and position tables are no layers, and a tied head may read one
+        # the parts of a model by name: token and position tables are not layers, and a tied head may read one
         kinds = [kind for kind in kinds if not issubclass(kind, nn.Embedding)]
     return any(kinds.count(kind) > 1 for kind in kinds)
 

@@ -67,7 +67,7 @@ def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple
     """Return the rank of each stage in a CSV file.
 
     Raises:
-        BuildError: the file is no complete schedule for so many stages, ranks and micro-batches.
+        BuildError: the file is not a complete schedule for so many stages, ranks and micro-batches.
     """
     try:
         with open(path, newline="") as file:
@@ -76,7 +76,7 @@ def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple
     except (AssertionError, RuntimeError, ValueError, KeyError) as err:
         why = str(err).splitlines()[0].replace("_ComputationType.", "") if str(err) else type(err).__name__
         raise BuildError(
-            f"{path!r} is no schedule for {stages} stages on pp={ranks} with {microbatches} micro-batches: {why}"
+            f"{path!r} is not a schedule for {stages} stages on pp={ranks} with {microbatches} micro-batches: {why}"
         ) from err
     return tuple(ranks_of[stage] for stage in range(stages))
 

@@ -126,7 +126,7 @@ class TorchFirstStep(FirstStep):
             with nullcontext() if replicas is None else replicas.no_sync():
                 self.check(parts, labels, device, around, weight.differs, shards is None, failed)
             if peers is not None:
-                peers.begin_step()  # an error of the checks is no error of the step
+                peers.begin_step()  # an error of the checks is not an error of the step
             if shards is not None:  # units start the step in the same state as without checks
                 shards.release()
                 shards.gather()

@@ -84,7 +84,7 @@ class MicroBatchWeight(NamedTuple):
         """Return the loss of a batch, of the type of ``total``, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
-            labels: Number of labels of all micro-batches; None if the losses are no means over labels.
+            labels: Number of labels of all micro-batches; None if the losses are not means over labels.
 
         Raises:
             BuildError: the model injects gradients, and the batch has other labels than the loss.
@@ -107,14 +107,14 @@ def reduction_sums(reductions: Sequence[LossReduction]) -> list[float]:
 
 
 def total_labels(numbers: Sequence[float]) -> float | None:
-    """Return the number of labels of all losses, from summed ``reduction_sums``; None if losses are no means over labels.
+    """Return the number of labels of all losses, from summed ``reduction_sums``; None if losses are not means over labels.
 
     Raises:
         BuildError: some losses only are means over labels, or losses combine means over different numbers of labels.
     """
     labels, means, losses, combined, total, squares = numbers
     if means not in (0, losses):
-        raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
+        raise BuildError("the labels that the loss averages over are known for some micro-batches only; " + EQUAL_PARTS)
     if combined * squares != total * total:  # Cauchy-Schwarz: the fingerprints are not all equal
         raise BuildError(UNKNOWN_REDUCTION)
     return labels if means else None

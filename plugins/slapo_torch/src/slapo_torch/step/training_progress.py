@@ -118,7 +118,7 @@ class TrainingProgress:
         """Return the states to save.
 
         Raises:
-            BuildError: a state has objects that are no plain data.
+            BuildError: a state has objects that are not plain data.
         """
         states = {what: {"class": lr_scheduler_class(part), "state": state()} for what, (part, state, _) in self._parts.items()}
         for what, state in states.items():

@@ -237,7 +237,7 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Subgraph) -> TracedModule
     prefix = part.prefix()
     for node in part.nodes:
         if lost := [other.name for other in node.all_input_nodes if other not in values]:
-            what = f"the subgraph also needs the size {lost[0]!r}, which is no argument of the pattern"
+            what = f"the subgraph also needs the size {lost[0]!r}, which is not an argument of the pattern"
             raise ScheduleError(f"{what}; make it one")
         values[node] = graph.node_copy(node, values.__getitem__)
         if node.op == "call_module":

@@ -136,7 +136,7 @@ class Subgraph:
             raise ScheduleError(f"{what}; make it an output of the pattern")
         for other in node.all_input_nodes:
             if other not in self.inside and other not in self.inputs and SIZE not in other.meta:  # the match knows sizes
-                what = f"the subgraph also needs the value {other.name!r}, which is no argument of the pattern"
+                what = f"the subgraph also needs the value {other.name!r}, which is not an argument of the pattern"
                 raise ScheduleError(f"{what}; make it one")
 
     def _dependents(self) -> list[fx.Node]:

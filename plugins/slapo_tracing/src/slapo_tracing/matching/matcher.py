@@ -116,7 +116,7 @@ def match(schedule: Schedule, data: Any) -> list[Handle]:
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
         if name not in named or (named[name].op, _target(named[name])) != (op, target):
             what = f"the graph of {path!r} has no node {name!r} that calls {target}"
-            raise ScheduleError(f"{what}; trace as when it was found", path=path)
+            raise ScheduleError(f"{what}; trace the module as it was when the match was found", path=path)
         nodes[name] = named[name]
     if "inputs" not in data:
         return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
@@ -134,7 +134,7 @@ def _expression(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as err:
-        raise ScheduleError(f"find: {text!r} is no regular expression: {err}; escape what is meant literally") from err
+        raise ScheduleError(f"find: {text!r} is not a regular expression: {err}; escape what is meant literally") from err
 
 
 def _target(node: fx.Node) -> str:

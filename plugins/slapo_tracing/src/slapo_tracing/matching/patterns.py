@@ -15,7 +15,7 @@ class Pattern(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Define the pattern: one argument per input; returns the outputs."""
-        raise NotImplementedError("a Pattern says in forward() what it looks for")
+        raise NotImplementedError("a Pattern defines in forward() the operations that it matches")
 
 
 class ModulePattern(Pattern):

@@ -82,7 +82,7 @@ def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
         raise error(f"{_label(wanted)} matches nothing; print(sch.mod.graph) shows what is there")
     given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) and subgraph else subgraph
     if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
-        raise error(f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
+        raise error(f"{subgraph!r:.60} is not a subgraph; give what sch.find() returned")
     if not given or not all(given):
         raise error("the subgraph is empty: nothing was found; give a match of sch.find()")
     return list(given)

@@ -88,7 +88,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
-            raise RuntimeError(f"{func} puts values that are not known while tracing into a tensor whose values are")
+            raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():

@@ -189,7 +189,7 @@ class Recorder:
         if self.sandbox.attributes_before(module).get(name) is value:
             self.reads_before.add((id(module), name))
         if hasattr(type(value), "__next__") or isinstance(value, Random):
-            raise self._refusal(f"the forward reads {name!r}, which gives something else every time")
+            raise self._refusal(f"the forward reads {name!r}, which returns a different value each time")
         if not self.symbolic or type(value) is not int or id(module) not in self.modules or name not in vars(module):
             return value
         return Size(value, "get_attr", self.graph, ".".join(filter(None, (self.modules[id(module)][0], name))))

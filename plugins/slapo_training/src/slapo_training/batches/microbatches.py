@@ -72,7 +72,7 @@ def _length(value: Any) -> int | None:
 
 
 def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the facts that a trace of a stage depends on: names, shapes, dtypes, and values that are no tensors."""
+    """Return the facts that a trace of a stage depends on: names, shapes, dtypes, and values that are not tensors."""
     leaves, structure = tree_flatten(dict(sorted(batch.items())))
     return str(structure), *(
         (tuple(leaf.shape), str(leaf.dtype)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else repr(leaf)

@@ -180,7 +180,7 @@ class RowDims:
         if isinstance(count, str):
             if count not in self._tensors or count in (path, *counted):
                 names = ", ".join(self._batch)
-                raise BuildError(f"batch_dims[{path!r}] is {count!r}, which is no other tensor of the batch; it has {names}")
+                raise BuildError(f"batch_dims[{path!r}] is {count!r}, which is not another tensor of the batch; it has {names}")
             place = self._place(count, (*counted, path))
             if place is None or (isinstance(place, int) and place != 0):
                 raise BuildError(f"batch_dims[{path!r}] is {count!r}, which does not have the rows in dimension 0")

@@ -50,13 +50,15 @@ class CheckpointWriter:
         """Return this rank's proposal for ``from_proposals``, before anything is written.
 
         Raises:
-            BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is no path.
+            BuildError: the path has another target's checkpoint, a foreign manifest, or a file; or it is not a path.
         """
         folder = folder_of(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
         if has_foreign_manifest(folder):
-            raise BuildError(f"{fspath(path)!r} has a {MANIFEST} that is no checkpoint's; give another folder, or move it away")
+            raise BuildError(
+                f"{fspath(path)!r} has a {MANIFEST} that does not belong to a checkpoint; give another folder, or move it away"
+            )
         if (whose := target_of(folder)) not in (None, target):
             raise BuildError(
                 f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
@@ -183,7 +185,7 @@ def read_context(checkpoint: Checkpoint) -> Iterator[None]:
     except Exception as err:
         now = content_in(checkpoint.folder)
         if now is not None and now["number"] != checkpoint.about["number"]:
-            raise BuildError(f"{fspath(checkpoint.folder)!r} was saved anew while it was loaded; load it again") from err
+            raise BuildError(f"{fspath(checkpoint.folder)!r} was overwritten while it was loaded; load it again") from err
         raise
 
 

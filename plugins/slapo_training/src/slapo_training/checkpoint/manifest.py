@@ -41,7 +41,7 @@ def content_of(text: str) -> dict[str, Any]:
     found = json.loads(text)
     content: dict[str, Any] = found["checkpoint"]
     if json.loads(text_of(content)) != found:
-        raise ValueError("its sum is another one")
+        raise ValueError("its checksum differs")
     return content
 
 
@@ -53,9 +53,9 @@ def read(folder: Path, target: str) -> dict[str, Any]:
     """
     path = fspath(folder)
     if not folder.is_dir():
-        raise BuildError(f"{path!r} is no checkpoint of target {target!r}: there is no such folder")
+        raise BuildError(f"{path!r} is not a checkpoint of target {target!r}: there is no such folder")
     if not (folder / MANIFEST).exists():
-        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}")
+        raise BuildError(f"{path!r} is not a complete checkpoint of target {target!r}: it has no {MANIFEST}")
     try:
         text = (folder / MANIFEST).read_text()
         written = json.loads(text)
@@ -76,7 +76,7 @@ def read(folder: Path, target: str) -> dict[str, Any]:
 
 
 def has_foreign_manifest(folder: Path) -> bool:
-    """Return True if a file of the manifest's name is no manifest; a damaged manifest still has its keys."""
+    """Return True if a file of the manifest's name is not a manifest; a damaged manifest still has its keys."""
     try:
         text = (folder / MANIFEST).read_text(errors="replace")
     except OSError:

@@ -25,7 +25,7 @@ class StateLoading:
             self._before.append((take, now()))
             take(state)
         except Exception as err:
-            raise BuildError(f"{what} does not take what was saved of it: {failure_reason(err)}; build with the same") from err
+            raise BuildError(f"{what} does not accept its saved state: {failure_reason(err)}; build with the same") from err
 
     def roll_back(self) -> None:
         """Load the earlier states again, in reverse order."""

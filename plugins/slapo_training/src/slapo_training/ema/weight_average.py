@@ -103,7 +103,7 @@ class AverageList:
             ranks.run_on_all(lambda: values.extend(self._values(each, number, checkpoint.data / KEY)))  # noqa: B023  called at once
             taken[number] = facts["num_updates"], values
         if len(saved) < len(self.items) and ranks.index == 0:
-            get_logger().warning("the checkpoint has no moving average of weights; it begins anew with the weights loaded")
+            get_logger().warning("the checkpoint has no moving average of weights; it starts anew from the loaded weights")
         return taken
 
     def _values(self, average: WeightAverage, number: int, folder: Path) -> list[torch.Tensor]:

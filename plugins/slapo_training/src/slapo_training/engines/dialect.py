@@ -52,7 +52,7 @@ ALL_RANKS = (
         lambda of, _: of.mesh is not None and not torch.equal(of.mesh.mesh.flatten(), torch.arange(dist.get_world_size())),
     ),
     Limit(
-        "a number of stages that is no multiple of pp",
+        "a number of stages that is not a multiple of pp",
         "cut the model into as many stages as pp, with pipeline() or cut_pipeline_stage(), or make pp smaller",
         _stages_left_over,
     ),

@@ -83,7 +83,7 @@ class FirstStep:
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
         """Return the average number of labels of a micro-batch over all replicas. Collective.
 
-        Returns None if the loss is no known mean over labels. Models that inject gradients need the number, since their losses
+        Returns None if the loss is not a known mean over labels. Models that inject gradients need the number, as their losses
         are weighted before the batch runs.
         """
         rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
@@ -126,8 +126,8 @@ class FirstStep:
             failed: Called with an error on its rank, see ``StageRuns``.
 
         Raises:
-            BuildError: on all ranks: a loss that is no mean over rows; injected gradients with fp16; or, with ``strict=True``,
-                modules that mix rows.
+            BuildError: on all ranks: a loss that is not a mean over rows; injected gradients with fp16; or, with
+                ``strict=True``, modules that mix rows.
         """
         if not self.is_due(len(parts)):
             return

@@ -50,14 +50,14 @@ def is_first_rank(program: Program) -> bool:
 
 
 def loss_is_no_mean(pair: Pair, rows: int, cut: Partition) -> str:
-    """Return the error message for a loss that is no mean over rows."""
+    """Return the error message for a loss that is not a mean over rows."""
     is_sum = abs(pair[0] - _PARTS * pair[1]) < _ALMOST * abs(pair[0])
     divided = (
         "let a sum be a mean over the rows or labels it is given, not divided by a number for the whole batch, as "
         "num_items_in_batch; "
     )
     return (
-        f"the loss is no mean over rows: it is {pair[0]:.6g} for {rows} rows, and the losses of their parts have the mean "
+        f"the loss is not a mean over rows: it is {pair[0]:.6g} for {rows} rows, and the losses of their parts have the mean "
         f"{pair[1]:.6g}, so training in {cut} would minimise another loss than the whole batch's; "
         f"{divided if is_sum else ''}use loss_over='replicas' with microbatches=1 for a loss that compares rows, "
         "loss_weights= for terms that are means over counts of their own, or one micro-batch on one replica; "
@@ -68,7 +68,7 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Partition) -> str:
 def term_is_no_mean(name: str, pair: Pair, cut: Partition) -> str:
     """Return the warning for a term beside the loss in the model's output, e.g. a router's balance loss."""
     return (
-        f"the model's output {name!r} is no mean over rows: it is {pair[0]:.6g} for some rows, and {pair[1]:.6g} on average "
+        f"the model's output {name!r} is not a mean over rows: it is {pair[0]:.6g} for some rows, and {pair[1]:.6g} on average "
         f"for their parts; if it is in the loss, training in {cut} gives that term other gradients than the whole batch "
         "does, and one micro-batch on one replica the same"
     )

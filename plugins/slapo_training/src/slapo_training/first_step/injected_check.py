@@ -105,7 +105,7 @@ def _probe(gradient: torch.Tensor) -> torch.Tensor:
 
 def _is_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is no injected gradient
+    return (values.isfinite() & (values != 0)).any()  # 0 * inf = nan is not an injected gradient
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -191,7 +191,7 @@ def _rows_dim(whole: Sequence[int], part: Sequence[int], rows: tuple[int, int]) 
     if len(whole) != len(part):
         return None
     differing = [dim for dim, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
-    if len(differing) != 1:  # without rows; or rows x rows, where a part is no subset along one dimension
+    if len(differing) != 1:  # without rows; or rows x rows, where a part is not a subset along one dimension
         return None
     dim = differing[0]
     return dim if part[dim] and whole[dim] * rows[1] == part[dim] * rows[0] else None

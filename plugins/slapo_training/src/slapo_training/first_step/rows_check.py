@@ -120,7 +120,7 @@ class LossComparison:
         return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values, with_loss))
 
     def terms(self) -> dict[str, Pair]:
-        """Return the losses beside the loss in the model's output that are no means of the parts' losses."""
+        """Return the losses beside the loss in the model's output that are not means of the parts' losses."""
         return {name: pair for each in gather_objects(self._own_terms(), self._program.mesh) for name, pair in each.items()}
 
     def factors(self) -> dict[str, Factor]:
@@ -225,7 +225,7 @@ class RowsCheck:
         """Run the check; ``known`` has earlier runs of the micro-batch and its halves.
 
         Raises:
-            BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
+            BuildError: the loss is not a mean over rows; or, with ``strict=True``, modules mix rows.
         """
         pair, mixing, is_suspect, factors = None, list(self._norms), True, dict[str, Factor]()
         if not has_loss_of_its_own(self._options):
@@ -260,7 +260,7 @@ class RowsCheck:
             Path of a module that mixes rows, and the losses that differ; None if none differ.
 
         Raises:
-            BuildError: the loss is no mean over rows.
+            BuildError: the loss is not a mean over rows.
         """
         own, ignored = self._parts[0], self._options.ignored_label
         others = self._parts[1:] or other_replicas(own, self._program, self._runs.device, ignored)

@@ -112,7 +112,7 @@ class OutputLoss:
 
 
 def _loss_by_option(choice: LossChoice, output: Any) -> torch.Tensor:
-    """Return the loss that the option selects; raise ``BuildError`` if there is no such part, or it is no number."""
+    """Return the loss that the option selects; raise ``BuildError`` if there is no such part, or it is not a number."""
     if callable(choice):
         loss, what = choice(output), "loss= gives"
     else:

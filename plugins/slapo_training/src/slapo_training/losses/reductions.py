@@ -24,12 +24,12 @@ EQUAL_PARTS = (
     "say with loss_weights= what each term is a mean over, pad so that all have as many labels, or train with one micro-batch "
     "on one replica"
 )
-"""Remedies for a loss that is no plain mean over labels."""
+"""Remedies for a loss that is not a plain mean over labels."""
 UNKNOWN_REDUCTION = (
-    "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as it is no "
-    f"plain cross_entropy; {EQUAL_PARTS}"
+    "micro-batches or ranks have different numbers of labels, and the labels that the loss averages over are "
+    f"unknown, as it is not a plain cross_entropy; {EQUAL_PARTS}"
 )
-"""Message of the error for a loss that is no plain mean, with uneven labels."""
+"""Message of the error for a loss that is not a plain mean, with uneven labels."""
 
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
@@ -156,7 +156,7 @@ class ReductionTracker(TorchFunctionMode):
     def _factor(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_TrackedTensor]
     ) -> float | None:
-        """Return the factor of the loss in a function's result; None if the result is no multiple of one loss."""
+        """Return the factor of the loss in a function's result; None if the result is not a multiple of one loss."""
         source, before = sources[0], sources[0].factor
         if any(each.tensor is not source.tensor for each in sources) or before is None or source.tensor.numel() != 1:
             return None
@@ -173,7 +173,7 @@ class ReductionTracker(TorchFunctionMode):
         return before * self._scale_of_operation(_ARITHMETIC[func], second)
 
     def _scale_of_operation(self, sign: str, other: Any) -> float:
-        """Return the factor by which an operation with another number scales its operand; NaN if it is no scaling."""
+        """Return the factor by which an operation with another number scales its operand; NaN if it is not a scaling."""
         if isinstance(other, torch.Tensor):
             zero = self._zeros.get(id(other))
             other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
@@ -197,7 +197,7 @@ class _TrackedTensor(NamedTuple):
         tensor: The tensor; kept alive, so that its id stays unique.
         version: The tensor's version counter at the record.
         losses: Indices of the losses it was computed from.
-        factor: Factor of the only loss; None if the tensor is no multiple of one loss.
+        factor: Factor of the only loss; None if the tensor is not a multiple of one loss.
     """
 
     tensor: torch.Tensor

@@ -173,8 +173,9 @@ class ReplicaLoss:
             )
             if not bool(close.all()):
                 raise BuildError(
-                    f"{_output_name(path)} has shape {tuple(own[0][path].shape)}, no row for each of the micro-batch's, and "
-                    "differs between micro-batches or replicas; return it row by row, with the batch in dimension 0, or omit it"
+                    f"{_output_name(path)} has shape {tuple(own[0][path].shape)}, which has no row for each row of "
+                    "the micro-batch, and differs between micro-batches or replicas; return it row by row, with the batch in "
+                    "dimension 0, or omit it"
                 )
 
 

@@ -132,7 +132,7 @@ class LossTerms:
         value = tensors_of(part).get(argument)
         if value is None:
             raise BuildError(
-                f"{_option_name(name)} is {argument!r}, which is no tensor of the batch; it has "
+                f"{_option_name(name)} is {argument!r}, which is not a tensor of the batch; it has "
                 f"{', '.join(tensors_of(part)) or 'none'}"
             )
         if value.is_floating_point() or value.dtype is torch.bool:

@@ -159,7 +159,7 @@ def assemble(pieces: Iterable[Piece]) -> torch.Tensor:
     missing = torch.ones(full.shape, dtype=torch.bool, device=full.device)
     for piece in found:
         if piece.full_shape != found[0].full_shape or piece.tensor.dtype is not full.dtype:
-            raise BuildError(f"pieces of {found[0].full_shape} and {piece.full_shape} are none of one tensor")
+            raise BuildError(f"pieces of {found[0].full_shape} and {piece.full_shape} are not pieces of one tensor")
         for chunk in piece.chunks():
             chunk.of_whole(full).copy_(chunk.of(piece.tensor))
             chunk.of_whole(missing).fill_(False)

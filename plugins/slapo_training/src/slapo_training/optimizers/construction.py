@@ -26,7 +26,7 @@ def make_optimizer(given: Any, trainable: Sequence[nn.Parameter], model: nn.Modu
     """Make this rank's optimizer by a factory, or of an optimizer of the unmodified model's parameters.
 
     Raises:
-        BuildError: it is no optimizer, it is LBFGS, or it has parameters of other ranks; a given optimizer is then unchanged.
+        BuildError: it is not an optimizer, is LBFGS, or has parameters of other ranks; a given optimizer is then unchanged.
     """
     result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
     if not isinstance(result, torch.optim.Optimizer):
@@ -77,8 +77,8 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn
         for parameter in group["params"]:
             if id(parameter) not in own and parameter_facts(parameter).names not in known:
                 raise BuildError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
-                    "make it of that model's parameters(), or give a factory, lambda parameters: ..."
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "scheduled model; make it of that model's parameters(), or give a factory, lambda parameters: ..."
                 )
 
     def successors(parameter: nn.Parameter) -> list[nn.Parameter]:
@@ -132,7 +132,7 @@ def make_lr_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the learning-rate schedule, from an object or a factory ``optimizer -> schedule``.
 
     Raises:
-        BuildError: it is no schedule, or it is a schedule of another optimizer.
+        BuildError: it is not a schedule, or it is a schedule of another optimizer.
     """
     result = given if is_lr_scheduler(given) else given(optimizer)
     if not is_lr_scheduler(result):

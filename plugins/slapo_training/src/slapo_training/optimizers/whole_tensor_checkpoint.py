@@ -47,7 +47,7 @@ def pack_state(optimizer: Any, parameters: Tensors) -> bytes | None:
     The parameters are by first original name, as the optimizer steps unsharded ones.
 
     Raises:
-        BuildError: a state has objects that are no plain data.
+        BuildError: a state has objects that are not plain data.
     """
     if not isinstance(optimizer, WholeTensorOptimizer):
         return None
@@ -74,9 +74,7 @@ def put(optimizer: Any, parameters: Tensors, saved: Sequence[Mapping[str, Any]])
         names, groups = named.names()
         kind = type(named.optimizer).__name__
         if any(each["class"] != kind for each in everyone) or any(name not in options for name in names):
-            raise BuildError(
-                f"the checkpoint's optimizer is another one than {kind}, or of other parameters; build with the same"
-            )
+            raise BuildError(f"the checkpoint's optimizer is not {kind}, or has other parameters; build with the same")
         index = {name: number for number, name in enumerate(names)}
         made = [
             {**(options[own[0]] if own else _options(group)), "params": [index[name] for name in own]}

@@ -91,7 +91,7 @@ class ParameterLayout:
         for pattern in given:
             if not any(fnmatchcase(name, pattern) for name in everywhere):
                 raise BuildError(
-                    f"optimizer_blocks names {pattern!r}, which no parameter of the model is called; give a name of one"
+                    f"optimizer_blocks names {pattern!r}, which matches no parameter of the model; give a parameter's name"
                 )
         shapes = {name: self.piece(parameter).full_shape for name, parameter in self.named.items()}
         return replace(self, blocks=blocks_of(given, shapes))

@@ -72,7 +72,7 @@ class CommonOptions:
         gradient_hooks: ``"step"`` runs hooks that the model's parameters had before ``build`` once per step, on the whole
             reduced gradient before clipping, as in one process with the whole batch. ``"microbatch"`` leaves them to torch,
             which runs them in each micro-batch's backward on each replica.
-        check: Check the first step that splits a batch, before it is trained: a loss that is no mean over rows is refused,
+        check: Check the first step that splits a batch, before it is trained: a loss that is not a mean over rows is refused,
             modules that mix rows are named in a warning, and injected gradients are weighted right. It costs at most two
             steps, once. ``{"rows": False}``, or the environment variable ``SLAPO_DISABLE_CHECKS``, switches off
             checks by name: ``rows``, ``injected`` and those of plugins.
@@ -180,7 +180,7 @@ class CommonOptions:
         if type(self.microbatches) is not int or self.microbatches < 1:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
         if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
-            raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+            raise BuildError(f"clip is {self.clip!r}; give the maximum gradient norm, or 0 for no clipping")
         disabled_checks(self.check)
         if type(self.strict) is not bool:
             raise BuildError(f"strict is {self.strict!r}; give True or False")

@@ -106,7 +106,7 @@ class Symbol(Operand):
             demanding on, as ``--error-stop symbol`` skips the values behind one that failed.
 
     Raises:
-        TuneError: the name is no text, or ``vals`` is a single value.
+        TuneError: the name is not a text, or ``vals`` is a single value.
     """
 
     def __init__(self, name: str, vals: Iterable[Any]) -> None:
@@ -154,7 +154,7 @@ class Symbol(Operand):
             index = operator.index(idx)
         except TypeError as err:
             raise TuneError(
-                f"fix_at({self.name!r}): {idx!r} is no index; give a number from 0 to {len(self.vals) - 1}"
+                f"fix_at({self.name!r}): {idx!r} is not an index; give a number from 0 to {len(self.vals) - 1}"
             ) from err
         if not self.vals:
             raise TuneError(f"fix_at({self.name!r}): the symbol has no candidates; add one first, with add(val)")

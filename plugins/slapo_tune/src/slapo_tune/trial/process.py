@@ -107,11 +107,11 @@ def check_variables(values: Mapping[str, Any]) -> None:
             if variable in os.environ or variable == MARK:
                 raise TuneError(
                     f"symbol({name!r}): the environment has a variable {variable!r} already, by which a trial would get the "
-                    "value; call the symbol otherwise, or unset the variable"
+                    "value; rename the symbol, or unset the variable"
                 )
             if owners.setdefault(variable, name) != name:
                 raise TuneError(
-                    f"symbol({name!r}): its variable {variable!r} is that of {owners[variable]!r} too; call one otherwise"
+                    f"symbol({name!r}): its variable {variable!r} is that of {owners[variable]!r} too; rename one of them"
                 )
         try:
             unusable = b"\0" in os.fsencode(str(value))
@@ -201,7 +201,7 @@ def kill_whole(process: subprocess.Popen[bytes], mark: str) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(process_cleanup.KILL_SECONDS)
     if left or process.returncode is None:
-        get_logger().warning("processes of the trial do not end, killed as they are: %s", left or [process.pid])
+        get_logger().warning("processes of the trial survive being killed: %s", left or [process.pid])
 
 
 def _text(file: IO[bytes]) -> str:

@@ -69,7 +69,7 @@ def make_plan(
                 "consolidate_model, to give it some"
             )
         if name == METADATA:
-            raise BuildError(f"export_weights: a tensor has the name {name!r}, which safetensors files keep for themselves")
+            raise BuildError(f"export_weights: a tensor has the name {name!r}, which safetensors files reserve")
         there = origin.shape(found.full_shape)
         shape = shapes.get(name, there)
         if shape != there:
@@ -85,7 +85,7 @@ def make_plan(
 
 
 def parse_size(given: int | str) -> int:
-    """Return a size in bytes; raise ``BuildError`` if the argument is no size."""
+    """Return a size in bytes; raise ``BuildError`` if the argument is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(given))
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(given, bool) else 0
     if size < 1:

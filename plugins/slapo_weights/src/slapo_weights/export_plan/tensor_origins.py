@@ -172,7 +172,7 @@ def by_written_name(found: Iterable[Origin], unmodified: UnmodifiedModel | None)
     if missing := [name for name in shapes if name not in names and name not in left_out]:
         raise BuildError(
             f"export_weights: the scheduled model lacks {_quote(missing)} of {unmodified.name}, which a step took out or put "
-            "together with others without saying so (made_of); export a schedule without that step"
+            "together with others without declaring it (made_of); export a schedule without that step"
         )
     chosen = _once((next((name for name in origin.names if name in kept), origin.names[0]), origin) for origin in known)
     ordered = dict.fromkeys(name for name in [*shapes, *chosen] if name in chosen and name not in left_out)
@@ -183,8 +183,8 @@ def _parts(key: str, made: FusedParts) -> Iterator[Origin]:
     for name, spans, is_complete in spans_of(made.dim, made.parts):
         if not is_complete:
             raise BuildError(
-                f"export_weights: {key!r} is said to be made of {name!r} (made_of), but not of each part of it once; "
-                "export a schedule without that step"
+                f"export_weights: {key!r} is declared to be made of {name!r} (made_of), but does not cover each part "
+                "of it once; export a schedule without that step"
             )
         yield Origin(key, (name,), spans=spans)
 
@@ -200,7 +200,7 @@ def _once(named: Iterable[tuple[str, Origin]]) -> dict[str, Origin]:
 def _refuse(added: list[Origin]) -> None:
     if added:
         raise BuildError(
-            f"export_weights: {_quote([each.key for each in added])} came in by a step, which does not say what of "
+            f"export_weights: {_quote([each.key for each in added])} were added by a step that does not declare their origin "
             "(made_of), and the unmodified model has no tensor of that name; export a schedule without that step"
         )
 

@@ -65,7 +65,7 @@ def conversion_groups(tensors: Mapping[str, torch.Tensor], convert: Convert) -> 
         renamed = len(sources) == len(names) == 1 and made[names[0]] is tensors[sources[0]]
         groups.append(ConversionGroup(sources, tuple(_entry(name, made[name]) for name in names), renamed))
     if left := tensors.keys() - {name for group in groups for name in group.sources}:
-        raise BuildError(f"export_weights: Transformers makes nothing of {min(left)!r} when it saves")
+        raise BuildError(f"export_weights: Transformers writes nothing for {min(left)!r} when it saves")
     return groups
 
 

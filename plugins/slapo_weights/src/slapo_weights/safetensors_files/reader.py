@@ -149,17 +149,17 @@ def _fill(file: FileIO, buffer: memoryview, offset: int) -> None:
 def _entry(source: Path) -> Path:
     """Return the single file or the index of a source."""
     if not os.path.exists(source):
-        raise BuildError(f"no weights at {source}: there is no such file or folder; download what is on a hub first")
+        raise BuildError(f"no weights at {source}: there is no such file or folder; download weights from a hub first")
     if not source.is_dir():
         if source.suffix not in (".safetensors", ".json"):
-            raise BuildError(f"{source} is no safetensors file; {_CONVERT}")
+            raise BuildError(f"{source} is not a safetensors file; {_CONVERT}")
         return source
     for name in (_SINGLE, _INDEX):
         if (source / name).exists():
             return source / name
     pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.bin.index.json") for file in source.glob(kind))
     if pickles:
-        raise BuildError(f"{source} has weights as pickles alone, {pickles[0]}, which run code when read; {_CONVERT}")
+        raise BuildError(f"{source} has weights as pickles only, {pickles[0]}, which run code when read; {_CONVERT}")
     others = sorted(file.name for kind in ("*.safetensors", "*.safetensors.index.json") for file in source.glob(kind))
     hint = f"; give the path of {others[0]}, if it is that" if others else ""
     raise BuildError(f"no weights in {source}; it has neither {_SINGLE} nor {_INDEX}{hint}")
@@ -174,7 +174,7 @@ def _read_index(index: Path) -> dict[str, Path]:
         table = json.loads(index.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in table.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
-        raise BuildError(f"{index} is no index of safetensors files: {type(err).__name__}: {err}") from err
+        raise BuildError(f"{index} is not an index of safetensors files: {type(err).__name__}: {err}") from err
     if outside := next((file for file in files.values() if Path(file).name != file), None):
         raise BuildError(f"{index} names {outside!r}, which is not in its folder")
     if not files:
@@ -184,7 +184,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     """Yield the tensors in a file's header, checked against the file's size."""
-    damaged = f"{path} is no whole safetensors file"
+    damaged = f"{path} is not a whole safetensors file"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -193,7 +193,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
                 raise ValueError("its header is longer than the file")
             header: Any = json.loads(file.read(length))
             if not isinstance(header, dict):
-                raise ValueError("its header is no table")
+                raise ValueError("its header is not a table")
     except (OSError, ValueError, RecursionError) as err:
         raise BuildError(f"{damaged}: {err}") from err
     header.pop(METADATA, None)

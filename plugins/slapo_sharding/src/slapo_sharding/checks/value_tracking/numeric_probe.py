@@ -31,7 +31,7 @@ def probe(call: OpCall, attempt: Sequence[Any], numbers: Mapping[int, torch.Tens
     """Return the dimension along which each result is sharded, None for a replicated one; empty if no probe is possible.
 
     ``attempt`` has the arguments for the global values, and ``numbers`` the untracked arguments by index. Raises
-    ``MixesShards`` if the results of ranks on random shards are no shards of the global result.
+    ``MixesShards`` if the results of ranks on random shards are not shards of the global result.
     """
     of, generator = call.of, torch.Generator().manual_seed(0)
     free = [given for given in numbers.values() if not isinstance(given, nn.Parameter)]
@@ -192,7 +192,7 @@ def _results_of_sums(call: OpCall, arguments: list[list[Any]]) -> list[list[torc
     except Exception:  # a local size may not fit, and operators may raise anything
         return []
     if drawn and rng_state().forks:
-        raise MixesShards(f"{call.name} draws other random numbers on each rank for the parts of a sum", REDUCE)
+        raise MixesShards(f"{call.name} draws different random numbers on each rank for a partial value", REDUCE)
     return results
 
 

@@ -88,7 +88,7 @@ def _check_count(call: OpCall, attempt: Attempt, made: Any) -> None:
     try:
         leaves = [torch.empty(leaf.whole[0], device="meta") if isinstance(leaf, Layout) else leaf for leaf in call.leaves]
         whole = call.run(leaves)
-    except RuntimeError:  # it is no view of the whole
+    except RuntimeError:  # it is not a view of the whole
         return
     if [value.shape for value in tensors_in(whole)] != [value.shape for value in tensors_in(made)]:
         raise MixesShards(f"{call.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
@@ -127,7 +127,7 @@ def probe_call(call: OpCall, moved: Sequence[Attempt], numbers: Mapping[int, tor
         except MixesShards:
             mixed = True
     if mixed and not dims:
-        raise MixesShards(f"{call.name} needs all of it")
+        raise MixesShards(f"{call.name} needs the whole value")
     return [SAME if dim is None else dim for dim in dims]
 
 

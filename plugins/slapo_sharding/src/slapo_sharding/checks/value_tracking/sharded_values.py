@@ -99,12 +99,12 @@ class ShardedValues:
         if isinstance(value, BuildError):
             raise value
         if value.is_partial:
-            raise self._value_error(value, f"a {type(module).__name__} that is split is given a part of a sum", REDUCE)
+            raise self._value_error(value, f"a {type(module).__name__} that is sharded receives a partial value", REDUCE)
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
-            raise self._value_error(value, f"a {kind} that is split along its output is given a part of its input")
+            raise self._value_error(value, f"a {kind} that is split along its output receives a shard of its input")
         if type(value.layout.placement) is not Shard:
-            raise self._value_error(value, f"a {kind} that is split is given parts in another order")
+            raise self._value_error(value, f"a {kind} that is sharded receives parts in another order")
         expected = applied.cut.dim % x.dim(), _blocks(applied)
         if (found := (value.layout.dim, blocks)) != expected:
             given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in (found, expected))
@@ -134,7 +134,7 @@ class ShardedValues:
             if isinstance(known, BuildError):
                 raise known
             if self.checks_values and is_whole and known is not None and known.is_partial:
-                raise self._value_error(known, "it returns a part of a sum that nobody adds up", REDUCE)
+                raise self._value_error(known, "it returns a partial value that is never reduced", REDUCE)
         if syncs:
             if syncs[-1].op in _CUTTING:
                 map_output(partial(self._track_scattered, module, syncs[-1]), output)
@@ -265,7 +265,7 @@ class ShardedValues:
         result = func(*args, **kwargs)
         if draw is not None and draw.advanced_states():
             if not draw.is_same_on_ranks(self.uncompared_group, self.device):
-                raise self.error("random", None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
+                raise self.error("random", None, f"{name_of(func)} draws different random numbers on each rank", _SEED)
             self.uncompared_group = None
         return result
 

@@ -111,7 +111,7 @@ class Layouts(LayoutRecords):
         if any(True for _ in _sharded_leaves((args, kwargs))):
             given = (self.sources.get(other, frozenset()) for other in n.all_input_nodes)
             self.sources[n] = frozenset[str]().union(*given)
-            raise LayoutError(self, n, "a branch is given a sharded value")
+            raise LayoutError(self, n, "a branch depends on a sharded value")
         if n in self.joint_branches:
             branches = self.joint_branches[n]
             self.sources[n] = frozenset(branches.splits(self.mesh.size()))

@@ -44,7 +44,7 @@ def _refuse(case: EngineCase, refused: RefusedOption) -> None:
             raise ConformanceError(f"{what} is refused by {other}, not by a BuildError with {refused.match!r}") from error
     else:
         engine.close()
-        raise ConformanceError(f"{what} builds an engine; it is to be refused with {refused.match!r}")
+        raise ConformanceError(f"{what} builds an engine; it should be refused with {refused.match!r}")
     if (found := before.differences(Snapshot(schedule))) or threading.active_count() > threads:
         raise ConformanceError(f"after {what} was refused, {first_of(found) or 'a thread goes on'}")
     if case.example.ranks == 1:
@@ -62,7 +62,7 @@ def _builds_without_optimizer(case: EngineCase) -> None:
     except ConformanceError:
         raise
     except Exception as error:
-        raise ConformanceError(f"{what} raises {type(error).__name__}, and is no BuildError: {error}") from error
+        raise ConformanceError(f"{what} raises {type(error).__name__}, not a BuildError: {error}") from error
     else:
         case.equal(found, case.unmodified_loss(case.model(), 0), f"eval_batch() after {what}")
 
@@ -121,7 +121,7 @@ def evaluation(case: EngineCase) -> None:
             case.equal(trained, expected, f"the loss of step {step + 1}, between evaluations")
             now = [module.training for module in engine.module.modules()]
             if modes not in ([], now):
-                raise ConformanceError("after eval_batch() modules are in another mode in training")
+                raise ConformanceError("eval_batch() changes the training mode of modules")
             modes = now
             case.equal(_evaluate(case, engine, step), case.unmodified_loss(model, step), f"eval_batch() after step {step + 1}")
 

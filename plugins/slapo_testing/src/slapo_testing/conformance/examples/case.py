@@ -86,7 +86,7 @@ class Case:
         torch.manual_seed(self.seed)
         made = self.example.model()
         if not isinstance(made, nn.Module):
-            raise ConformanceError(f"the example's model gives {made!r}, which is no nn.Module")
+            raise ConformanceError(f"the example's model gives {made!r}, which is not an nn.Module")
         made = made.to(self.dtype)
         return made if self.training else made.eval()
 

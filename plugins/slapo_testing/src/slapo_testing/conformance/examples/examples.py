@@ -95,9 +95,9 @@ class Example:
     def __post_init__(self) -> None:
         check_fields(self, Refused)
         if unknown := [change for change in self.changes if change not in CHANGES]:
-            raise ValueError(f"{self}: no change {unknown[0]!r}; known are {', '.join(CHANGES)}")
+            raise ValueError(f"{self}: no change {unknown[0]!r}; available: {', '.join(CHANGES)}")
         if self.numerics not in NUMERICS:
-            raise ValueError(f"{self}: numerics is {self.numerics!r}; known are {', '.join(NUMERICS)}")
+            raise ValueError(f"{self}: numerics is {self.numerics!r}; available: {', '.join(NUMERICS)}")
         if self.ranks > 1:
             _check_module_level(self)
         if (self.numerics != "equal" or not self.writable or self.tries) and not self.because:

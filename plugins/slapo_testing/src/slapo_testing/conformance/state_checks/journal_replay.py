@@ -20,7 +20,7 @@ def journal(case: Case) -> None:
     before = str(schedule.journal)
     _step_once(case, schedule)
     if not str(schedule.journal).startswith(before):
-        raise ConformanceError(f"the step changes what the journal says of those before, {before!r}")
+        raise ConformanceError(f"the step changes the journal's entries of earlier steps, {before!r}")
     case.finish(schedule)
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("json", "py"):
@@ -41,7 +41,9 @@ def _step_once(case: Case, schedule: Schedule) -> None:
         raise ConformanceError(f"the call is {len(schedule.journal) - steps} steps of the journal, not one")
     for now, then in zip([*given[0], *given[1].values()], [*before[0], *before[1].values()], strict=True):
         if not is_unchanged(now, then):
-            raise ConformanceError(f"the step changes its argument {then!r} to {now!r}, which the journal has, too")
+            raise ConformanceError(
+                f"the step changes its argument {then!r} to {now!r}, which changes the journal's entry as well"
+            )
 
 
 def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
@@ -59,7 +61,7 @@ def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
         raise ConformanceError(f"the journal of {file.suffix} reads {again.journal!s}, not {schedule.journal!s}")
     wanted, found = structure(schedule), structure(again)
     if wanted != found:
-        raise ConformanceError(f"the model made from {file.suffix} is another one: {first_difference(wanted, found)}")
+        raise ConformanceError(f"the model made from {file.suffix} differs: {first_difference(wanted, found)}")
     if "values" not in case.example.changes:  # what an argument draws at random is another one
         case.compare(_all_at_once(case).mod, again.mod, f"the model made from {file.suffix}")
 

@@ -36,7 +36,7 @@ def _refuse(case: Case, refused: Refused, what: str) -> None:
             if not re.search(refused.match, str(error)):
                 raise ConformanceError(f"{what} is refused by {str(error)!r}, without {refused.match!r}") from error
         else:
-            raise ConformanceError(f"{what} is taken; it is to be refused with {refused.match!r}")
+            raise ConformanceError(f"{what} is accepted; it should be refused with {refused.match!r}")
 
 
 def _refuse_other_modules(case: Case) -> None:
@@ -75,7 +75,7 @@ def _works_or_refuses(case: Case, schedule: Schedule, path: str, what: str) -> N
         if found := before.differences(Snapshot(schedule)):
             raise ConformanceError(f"after {what} was refused, {first_of(found)}") from error
     except Exception as error:
-        kind = f"{type(error).__name__}, and is no refusal by a ScheduleError"
+        kind = f"{type(error).__name__}, not a ScheduleError"
         raise ConformanceError(f"{what} raises {kind}: {error}") from error
     else:
         schedule.undo()

@@ -34,7 +34,7 @@ def check_rollback(case: Case) -> None:
     case.step(schedule)
     wanted, found = structure(case.make_schedule()), structure(case.finish(schedule))
     if wanted != found:
-        raise ConformanceError(f"the step taken after failed ones is another one: {first_difference(wanted, found)}")
+        raise ConformanceError(f"the step taken after failed ones gives another result: {first_difference(wanted, found)}")
 
 
 def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
