@@ -72,7 +72,7 @@ def losses_of_workers(folder: Path, script: str, ranks: int) -> list[float]:
         patch.setenv("MASTER_PORT", port)
         patch.syspath_prepend(folder)
         patch.chdir(folder)
-        return printed_losses("".join(run_distributed(output_of, ranks)))
+        return printed_losses("".join(run_distributed(output_of, ranks, timeout=100)))
 
 
 def script() -> str:
