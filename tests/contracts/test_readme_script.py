@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -53,9 +53,9 @@ def printed_losses(output: str) -> list[float]:
 
 
 def output_of(rank: int) -> str:
-    """Run ``train.py`` with the variables that torchrun sets, and return its output."""
-    dist.destroy_process_group()  # the script creates its own
-    with redirect_stdout(StringIO()) as output:
+    """Run ``train.py`` in the process group of this worker, which outlives the script, and return its output."""
+    group = patch.multiple(dist, init_process_group=lambda backend: None, destroy_process_group=lambda: None)
+    with group, redirect_stdout(StringIO()) as output:
         runpy.run_path("train.py", run_name="__main__")
     sys.modules.pop("gpt", None)
     return output.getvalue()
@@ -64,15 +64,10 @@ def output_of(rank: int) -> str:
 def losses_of_workers(folder: Path, script: str, ranks: int) -> list[float]:
     """As ``losses_of``, in processes that have imported torch already."""
     (folder / "train.py").write_text(script, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", port)
-        patch.syspath_prepend(folder)
-        patch.chdir(folder)
-        return printed_losses("".join(run_distributed(output_of, ranks)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.chdir(folder)
+        return printed_losses("".join(run_distributed(output_of, ranks, timeout=100)))
 
 
 def script() -> str:
