@@ -193,7 +193,7 @@ PRIMITIVES: dict[str, list[Example]] = {
             ("weight", "kind", "wide"),
             refused=[
                 Refused("no parameter or buffer 'wieght'", ("wieght", "kind", 1)),
-                Refused("no free attribute name", ("bias", "grad", 1)),
+                Refused("not a free attribute name", ("bias", "grad", 1)),
             ],
         ),
         Example(Net, (IDS,), "layers.0.norm", ("running_mean", "kind", 1), name="a buffer"),
@@ -285,7 +285,7 @@ PRIMITIVES: dict[str, list[Example]] = {
         Example(Net, (IDS,), args=(3,), kwargs={"balance": "memory"}, name="by memory"),
     ],
     "replace": [
-        Example(Net, (IDS,), "layers.0.act", lambda sch: (make(nn.GELU),), refused=[Refused("no module", (3,))]),
+        Example(Net, (IDS,), "layers.0.act", lambda sch: (make(nn.GELU),), refused=[Refused("not a module", (3,))]),
         Example(
             Net,
             (IDS,),
@@ -322,7 +322,7 @@ PRIMITIVES: dict[str, list[Example]] = {
             (IDS,),
             args=(nn.GELU, new_gelu),
             trust=HERE,
-            refused=[Refused("nothing below", (nn.Tanh, new_gelu)), Refused("no module", (nn.GELU, no_module))],
+            refused=[Refused("nothing below", (nn.Tanh, new_gelu)), Refused("not a module", (nn.GELU, no_module))],
         )
     ],
     "shard": [

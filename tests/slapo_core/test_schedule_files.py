@@ -109,7 +109,7 @@ def test_a_changed_attribute_is_not_lost() -> None:
     ],
 )
 def test_data_names_nothing_that_is_not_trusted(path: str) -> None:
-    with pytest.raises(ScheduleError, match="trust|import path|no class or function"):
+    with pytest.raises(ScheduleError, match="trust|import path|not a class or function"):
         decode({"$import": path})
 
 
@@ -140,7 +140,7 @@ def test_trust_is_by_module() -> None:
 
 
 def test_a_trusted_module_lends_no_trust_to_what_it_imports() -> None:
-    with pytest.raises(ScheduleError, match="no class or function of 'fractions'"):
+    with pytest.raises(ScheduleError, match="not a class or function of 'fractions'"):
         decode({"$import": "fractions:Decimal"}, trust=["fractions"])
 
 
@@ -353,7 +353,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(value: Any) -> None:
     ["torch.nn.modules.module:Module.half", "torch.nn.modules.module:register_module_forward_pre_hook", "torch.nn.init:zeros_"],
 )
 def test_of_torch_only_modules_and_functionals_are_taken(path: str) -> None:
-    with pytest.raises(ScheduleError, match="no class or function|import path"):
+    with pytest.raises(ScheduleError, match="not a class or function|import path"):
         decode({"$import": path})
 
 

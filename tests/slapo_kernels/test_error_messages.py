@@ -203,13 +203,13 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "no ranks": (lambda: op.FusedQKV(8, 2, 0), "2 heads cannot be split over 0 ranks"),
     "no layers": (lambda: op.FusedQKV.from_separate(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8), 2), "not Identity"),  # type: ignore[arg-type]
     "no heads of attention": (lambda: op.FlashAttention(8, 0), "a width of 8 is not divisible by 0 heads"),
-    "dropout": (lambda: op.FlashAttention(8, 2, attn_pdrop=2), "attn_pdrop is a probability, not 2"),
+    "dropout": (lambda: op.FlashAttention(8, 2, attn_pdrop=2), "attn_pdrop has to be a probability, not 2"),
     "no batch": (lambda: op.FlashAttention(8, 2)(X), r"FlashAttention takes \[batch, length, width\], not \[4, 8\]"),
     "whole masks": (
         lambda: op.FlashAttention(8, 2, is_decoder=True)(X[None], torch.ones(1, 1, 4, 4).long()),
         "takes a mask of bools or of what is added to the scores, not of torch.int64",
     ),
-    "p": (lambda: op.LinearWithDropout(8, 8, p="a"), "p is a probability, not 'a'"),  # type: ignore[arg-type]
+    "p": (lambda: op.LinearWithDropout(8, 8, p="a"), "p has to be a probability, not 'a'"),  # type: ignore[arg-type]
     "sync": (lambda: op.LinearWithAct(8, 8, sync_fn=3), "sync_fn is called with the product, and 3 is not a function"),  # type: ignore[arg-type]
     "activation": (lambda: op.FusedMLP(8, 16, []), r"no activation \[\]; available: gelu"),  # type: ignore[arg-type]
 }

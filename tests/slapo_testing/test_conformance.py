@@ -434,7 +434,7 @@ CONSUMES = replace(RENEW, path="block", args=lambda sch: (["a"],), refused=[Refu
             "journal",
             "the step changes its argument ['a'] to [], which changes the journal's entry as well",
         ),
-        ("goes_by_turns", AT_LINEAR, "journal", "the model made from .json is another one: buffer 'block.0.odd' is"),
+        ("goes_by_turns", AT_LINEAR, "journal", "the model made from .json differs: buffer 'block.0.odd' is"),
         ("undocumented", RENEW, "documented", "does not say under Args what 'name' is"),
         ("misnamed", AT_LINEAR, "registered", "Misnamed says its name is 'mis_named'"),
         ("missing", AT_LINEAR, "registered", "no primitive 'missing'"),

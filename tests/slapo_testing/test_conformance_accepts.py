@@ -152,5 +152,5 @@ def test_gradients_may_be_sparse() -> None:
 
 def test_any_keyword_may_be_an_argument() -> None:
     check_primitive(
-        "marks", [replace(AT_LINEAR, kwargs={"owner": "me"}, refused=[Refused("no free name", kwargs={"forward": 1})])]
+        "marks", [replace(AT_LINEAR, kwargs={"owner": "me"}, refused=[Refused("not a free name", kwargs={"forward": 1})])]
     )

@@ -236,7 +236,7 @@ def pickles(folder: Path) -> None:
 BAD: dict[str, tuple[Damage, str]] = {
     "nothing": (nothing, "no weights in .*; it has neither model.safetensors nor"),
     "another name": (another_name, "nor model.safetensors.index.json; give the path of adapter.safetensors, if it is that"),
-    "pickles": (pickles, "weights as pickles alone, pytorch_model.bin, which run code when read; convert it with"),
+    "pickles": (pickles, "weights as pickles only, pytorch_model.bin, which run code when read; convert it with"),
     "no bytes": (cut(0), "is not a whole safetensors file: its header is longer than the file"),
     "half a header": (cut(20), "is not a whole safetensors file: its header is longer than the file"),
     "truncated": (cut(-1), r"not a whole safetensors file: it has \d+ bytes and its header says \d+"),

@@ -273,4 +273,4 @@ def test_verify_engine_sees_what_the_checks_would_have() -> None:
                 text
             )
         assert found[6] == "same"
-        assert "no mean over rows" in found[7]
+        assert "not a mean over rows" in found[7]

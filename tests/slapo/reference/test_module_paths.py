@@ -177,7 +177,7 @@ def test_attention_drops_out_in_training_alone_and_refuses_what_is_not_there() -
     assert not torch.equal(op(*heads, None, 0.5), op(*heads, None, 0.5))
     op.eval()
     assert torch.equal(op(*heads, None, 0.5), op(*heads, None, 0.0))
-    with pytest.raises(ValueError, match="p is a probability, not 2"):
+    with pytest.raises(ValueError, match="p has to be a probability, not 2"):
         op(*heads, None, 2)
     with pytest.raises(slapo.ScheduleError, match="no implementation 'flsh' of kernel 'attention'; did you mean 'flash'"):
         slapo.op.FlashAttentionOp("flsh", True)
@@ -210,7 +210,7 @@ def test_an_mlp_computes_the_same_whichever_compiler_a_script_names(use_torchscr
 def test_options_of_an_mlp_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="use_torchscript is 'nvfuser'; give a bool, or choose by SLAPO_KERNELS=bias_act"):
         slapo.op.FusedMLP(6, 12, "gelu", use_torchscript="nvfuser")
-    with pytest.raises(ValueError, match="resid_pdrop is a probability, not 1.5"):
+    with pytest.raises(ValueError, match="resid_pdrop has to be a probability, not 1.5"):
         slapo.op.FusedMLP(6, 12, "gelu", 1.5)
 
 

@@ -73,7 +73,7 @@ def _() -> None:
 
 @SLAPO.row("Pattern.forward", "self, *args")
 def _() -> None:
-    with pytest.raises(NotImplementedError, match="says in forward"):
+    with pytest.raises(NotImplementedError, match="defines in forward"):
         slapo.Pattern().forward(X)
 
 

@@ -276,7 +276,7 @@ def test_a_plugin_that_asks_for_the_registry_while_it_is_imported_loses_only_its
         check=True,
     )
     assert "'replace'" in result.stdout
-    assert "plugin 'eager' (slapo-eager 1.0) did not load: the registry is asked for while plugins are" in result.stdout
+    assert "plugin 'eager' (slapo-eager 1.0) did not load: the registry is used while plugins are" in result.stdout
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

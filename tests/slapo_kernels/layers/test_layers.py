@@ -78,7 +78,7 @@ def test_an_activation_that_is_not_known() -> None:
 
 
 def test_a_probability_that_is_none() -> None:
-    with pytest.raises(ValueError, match="p is a probability, not 1.5"):
+    with pytest.raises(ValueError, match="p has to be a probability, not 1.5"):
         op.LinearWithDropout(4, 4, p=1.5)
 
 

@@ -68,7 +68,7 @@ def _split(sch: Schedule, is_summed: bool = True) -> Schedule:
 FAULTS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "syncs": (Block, "its output is partial"),
     "shared_memory": (TwoViews, "ranks would train copies apart"),
-    "weights": (DifferentOnRanks, "the ranks do not share out one model"),
+    "weights": (DifferentOnRanks, "the ranks do not split the same model"),
     "shard_reads": (lambda: Block(after=lambda block, x: x + block.up.bias.mean()), "uses 'up.bias' in mean"),
     "values": (lambda: Block(lambda block, x: x.softmax(-1)), "softmax"),
     "random": (lambda: Block(lambda block, x: nn.functional.dropout(x)), "draws the same random numbers"),

@@ -160,7 +160,7 @@ def test_code_that_needs_other_shards_is_refused_on_every_rank() -> None:
     assert first == second
     for name, message in first.items():
         assert message.startswith(f"the model, Mlp, at {__file__}:")
-        assert f": {name} needs all of it, and each rank has a part of the output of 'up'; gather it there, " in message
+        assert f": {name} needs the whole value, and each rank has a part of the output of 'up'; gather it there, " in message
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ def _alike(rank: int) -> list[str]:
 def test_identical_layers_are_analysed_once_and_others_still_refused() -> None:
     for index, message in enumerate(run_distributed(_alike, 2)[0]):
         assert message.startswith(f"Mlp 'layers.{index}' at {__file__}:")
-        assert f": softmax needs all of it, and each rank has a part of the output of 'layers.{index}.up'" in message
+        assert f": softmax needs the whole value, and each rank has a part of the output of 'layers.{index}.up'" in message
 
 
 def _shift(x: torch.Tensor, by: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_different_models_are_an_error_on_every_rank() -> None:
     messages = run_distributed(_different, 2)
     assert messages[0] == messages[1]
     for message, name in zip(messages[0], ("0.weight", "1.bias", "0.weight"), strict=True):
-        assert f"the ranks do not split the same model: {name!r} had other numbers on one of them" in message
+        assert f"the ranks do not split the same model: {name!r} had different values on one of them" in message
 
 
 def _run_after_load(rank: int) -> None:

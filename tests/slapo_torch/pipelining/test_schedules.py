@@ -109,13 +109,13 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FILE.replace("0F1,", ""), "no schedule for 4 stages on pp=2 with 2 micro-batches: Rank 0, step 7: Running Full Back"),
+        (FILE.replace("0F1,", ""), "not a schedule for 4 stages on pp=2 with 2 micro-batches: Rank 0, step 7: Running Full Back"),
         (FILE.replace("0F1,", "").replace(",0B1", ""), "Got 1 FORWARD microbatches for stage 0, expected 2"),
         (FILE.replace("3W0,", ""), "I and W must have equal counts"),
         (FILE.replace("0B0,0B1", "1F1,0B0"), "Stage 1 is assigned to both rank 1 and rank 0"),
         (FILE.splitlines()[0], "incorrect number of ranks - expected 2, actual 1"),
-        (FILE.replace("0F1", "7F1"), "no schedule for 4 stages"),
-        ("nonsense\n\n", "no schedule for 4 stages"),
+        (FILE.replace("0F1", "7F1"), "not a schedule for 4 stages"),
+        ("nonsense\n\n", "not a schedule for 4 stages"),
     ],
 )
 def test_files_that_are_no_schedule(tmp_path: Path, text: str, message: str) -> None:

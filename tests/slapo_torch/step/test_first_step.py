@@ -117,11 +117,11 @@ def test_labels_and_masks_of_other_numbers_are_seen_where_totals_are_equal() -> 
     model = TwoHeads()
     alike = {"x": x, "labels": labels, "later": later}  # each micro-batch has as many of both
     assert trained(copy.deepcopy(model), alike) == pytest.approx(model(**alike).item(), abs=1e-5)
-    with pytest.raises(BuildError, match="no mean over rows"):
+    with pytest.raises(BuildError, match="not a mean over rows"):
         trained(model, {name: value[order] for name, value in alike.items()})
     mask = torch.ones(8, 6)
     mask[5:] = mask[5:].tril()
-    with pytest.raises(BuildError, match="no mean over rows"):
+    with pytest.raises(BuildError, match="not a mean over rows"):
         trained(Masked(), {"x": x, "mask": mask})
     assert trained(Masked(), {"x": x, "mask": torch.ones(8, 6)}) > 0
 
@@ -135,7 +135,7 @@ def test_masks_without_any_element_are_seen(masked: list[int], microbatches: int
     model = Masked()
     expected = model(**rows).item()
     if len(set(rows["mask"].view(microbatches, -1).sum(1).tolist())) > 1:
-        with pytest.raises(BuildError, match="no mean over rows"):
+        with pytest.raises(BuildError, match="not a mean over rows"):
             trained(model, rows, microbatches=microbatches)
     else:
         assert trained(copy.deepcopy(model), rows, microbatches=microbatches) == pytest.approx(expected, abs=1e-6)
@@ -174,7 +174,7 @@ def test_a_later_step_is_looked_at_where_numbers_first_differ() -> None:
         for _ in range(2):
             expected = model(**even).item()
             assert float(engine.train_batch(**even)) == pytest.approx(expected, abs=1e-5), name
-        with pytest.raises(BuildError, match="no mean over rows"):
+        with pytest.raises(BuildError, match="not a mean over rows"):
             pytest.fail(f"{name}: {float(engine.train_batch(**uneven))}")
         if "mask" in even:
             counted = engine_of(MaskedTokens(), loss_weights=lambda mask: mask[:, 1:].sum())
@@ -228,7 +228,7 @@ class Whole(nn.Module):
 def test_losses_of_models_that_give_rows_beside_are_refused() -> None:
     for loss in NO_MEANS.values():
         for wrap in (lambda model: model, lambda model: WrappedWhole(model)):
-            with pytest.raises(BuildError, match="no mean over rows"):
+            with pytest.raises(BuildError, match="not a mean over rows"):
                 trained(wrap(Whole(Towers(), loss)), batch())
 
 
@@ -308,7 +308,7 @@ def test_a_loss_is_refused_behind_a_batch_norm() -> None:
     for loss in (NO_MEANS["clip"], NO_MEANS["sum"]):
         for model, options in models_of(loss):
             (model.model if isinstance(model, WithLoss) else model).middle = nn.BatchNorm1d(12)
-            with pytest.raises(BuildError, match="no mean over rows"):
+            with pytest.raises(BuildError, match="not a mean over rows"):
                 trained(model, batch(), **options)
 
 
@@ -349,7 +349,7 @@ def test_checks_are_switched_off(log: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VARIABLE, "rows")
     assert trained(Towers(), batch(), loss_fn=clip) > 0
     assert len(log) == 1
-    assert "losses that are no mean over rows" in log[0]
+    assert "losses that are not means over rows" in log[0]
     monkeypatch.setenv(VARIABLE, "all")
     assert trained(Towers(), batch(), loss_fn=clip) > 0
     monkeypatch.setenv(VARIABLE, "row")
@@ -381,7 +381,7 @@ def test_half_precision_and_double(log: list[str]) -> None:
             torch.manual_seed(0)
             rows = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
             trained(WithLoss(Towers().to(dtype), MEANS[name]), rows, precision=precision)
-        with pytest.raises(BuildError, match="no mean over rows"):
+        with pytest.raises(BuildError, match="not a mean over rows"):
             trained(WithLoss(Towers().to(dtype), NO_MEANS["clip"]), rows, precision=precision)
     assert log == []
 

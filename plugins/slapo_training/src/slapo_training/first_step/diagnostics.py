@@ -93,7 +93,7 @@ def buffers_are_updated(names: Sequence[str], cut: Partition) -> str:
 
 
 def injected_is_no_mean(cut: Partition) -> str:
-    """Return the warning for injected gradients that are no mean over rows, e.g. of a balance loss of batch statistics."""
+    """Return the warning for injected gradients that are not means over rows, e.g. of a balance loss of batch statistics."""
     return (
         "the gradients that the model injects into its backward for some rows are not the mean of those for their parts, so "
         f"those of {cut} are others than the whole batch's; with one micro-batch on one replica they are of the whole batch"

@@ -171,7 +171,7 @@ class InjectedCheck:
         ``cut`` is None if the micro-batch must not run in parts.
 
         Raises:
-            BuildError: gradients are injected with fp16; or, with ``strict=True``, they are no mean over rows.
+            BuildError: gradients are injected with fp16; or, with ``strict=True``, they are not means over rows.
         """
         in_parts = cut is not None and halves[0].number > 1
         injected = self._injection_probe(whole)

@@ -12,7 +12,7 @@ VARIABLE = "SLAPO_DISABLE_CHECKS"
 """Environment variable with names of disabled checks, or ``all``."""
 
 CHECKS = {
-    "rows": "losses that are no mean over rows, and modules that mix the rows of a micro-batch, are then not seen",
+    "rows": "losses that are not means over rows, and modules that mix the rows of a micro-batch, are then not seen",
     "injected": "gradients that the model injects in its backward are then not seen, and weighted wrong",
 }
 """Checks, of the first step with the faults that are not found without them."""
