@@ -321,7 +321,7 @@ def longer(sch: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fused, r"'transformer.h.0.mlp.0.weight', 'transformer.h.0.mlp.0.bias' came in by a step, which does not say"),
+        (fused, r"'transformer.h.0.mlp.0.weight', 'transformer.h.0.mlp.0.bias' were added by a step that does not declare"),
         (removed, r"lacks 'transformer.h.0.mlp.c_fc.weight', 'transformer.h.0.mlp.c_fc.bias', .* of GPT2LMHeadModel, which a"),
         (longer, r"'transformer.ln_f.weight' has shape \(40,\), and \(32,\) in GPT2LMHeadModel as its config says"),
     ],

@@ -109,7 +109,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FILE.replace("0F1,", ""), "not a schedule for 4 stages on pp=2 with 2 micro-batches: Rank 0, step 7: Running Full Back"),
+        (FILE.replace("0F1,", ""), "not a schedule for 4 stages on pp=2 with 2 micro-batches: Rank 0, step 7: Running Full"),
         (FILE.replace("0F1,", "").replace(",0B1", ""), "Got 1 FORWARD microbatches for stage 0, expected 2"),
         (FILE.replace("3W0,", ""), "I and W must have equal counts"),
         (FILE.replace("0B0,0B1", "1F1,0B0"), "Stage 1 is assigned to both rank 1 and rank 0"),
