@@ -299,7 +299,7 @@ def test_rows_that_nobody_has_are_not_lost(parts: list[tuple[int, int]], tmp_pat
     made_of(new.weight, [(model["second"].weight, *rows) for rows in parts])
     sch["second"].replace(nn.Sequential(new))
     with pytest.raises(
-        BuildError, match=r"'second.0.weight' is said to be made of 'second.weight' \(made_of\), but not of each"
+        BuildError, match=r"'second.0.weight' is declared to be made of 'second.weight' \(made_of\), but does not"
     ):
         export_weights(sch, tmp_path)
 
