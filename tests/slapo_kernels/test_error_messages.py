@@ -33,14 +33,14 @@ def make_schedule() -> Schedule:
         (3, None, "names is 3, not a kernel or a list of them; available: attention, bias_act"),
         (iter(["swiglu"]), None, "names is a list_iterator, which is used up; give a list"),
         (b"x", None, "names is b'x', not a kernel or a list of them"),
-        ([3], None, "3 is not a name of a kernel; available: attention, bias_act"),
-        ([["swiglu"]], None, "['swiglu'] is not a name of a kernel"),
+        ([3], None, "3 is not the name of a kernel; available: attention, bias_act"),
+        ([["swiglu"]], None, "['swiglu'] is not the name of a kernel"),
         ({"swiglu": "eager"}, None, "names is a mapping; give implementations as force="),
-        (None, {3: "eager"}, "3 is not a name of a kernel; available: *, attention"),
+        (None, {3: "eager"}, "3 is not the name of a kernel; available: *, attention"),
         (None, "eager", "force is 'eager', not a mapping of kernels to implementations, such as {'*': 'eager'}"),
         (None, ["swiglu"], "force is ['swiglu'], not a mapping of kernels to implementations, such as {'rms_norm': 'native'}"),
-        (None, {"swiglu": 3}, "force has 3 for 'swiglu', which is not a name of an implementation"),
-        (None, {"swiglu": None}, "force has None for 'swiglu', which is not a name of an implementation"),
+        (None, {"swiglu": 3}, "force has 3 for 'swiglu', which is not the name of an implementation"),
+        (None, {"swiglu": None}, "force has None for 'swiglu', which is not the name of an implementation"),
         (None, {"bias_act": "liger"}, "kernel 'bias_act' has no implementation 'liger', but eager and inductor"),
         (None, {"swiglu": "inducter"}, "no implementation 'inducter' of kernel 'swiglu'; did you mean 'inductor'?"),
         (
@@ -138,7 +138,7 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: run("rms_norm", X, W, eps="a", choice="native"),
         "run('rms_norm'): eps is 'a', not a number; rms_norm takes",
     ),
-    "kernel": (lambda: run(["swiglu"], X, X), "['swiglu'] is not a name of a kernel; available: attention"),  # type: ignore[arg-type]
+    "kernel": (lambda: run(["swiglu"], X, X), "['swiglu'] is not the name of a kernel; available: attention"),  # type: ignore[arg-type]
     "choice": (lambda: run("swiglu", X, X, choice=[]), "run('swiglu'): choice is [], not the name of an implementation"),  # type: ignore[arg-type]
     "class": (
         lambda: run("linear_cross_entropy", X, X, LABELS + 6),
@@ -156,10 +156,10 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "mars": (lambda: choose("layer_norm", "mars", None), "'mars' is not a device; give one such as 'cpu' or 'cuda:0'"),
     "no device": (lambda: explain("layer_norm", None), "None is not a device; give one such as"),  # type: ignore[arg-type]
     "dtype": (lambda: choose("layer_norm", "cpu", "float32"), "'float32' is not a dtype; give one such as torch.bfloat16"),  # type: ignore[arg-type]
-    "list": (lambda: choose([], "cpu", None), "[] is not a name of a kernel"),  # type: ignore[arg-type]
+    "list": (lambda: choose([], "cpu", None), "[] is not the name of a kernel"),  # type: ignore[arg-type]
     "forced": (
         lambda: choose("swiglu", "cpu", None, 3),
-        "3 is not a name of an implementation; kernel 'swiglu' has eager, inductor and",
+        "3 is not the name of an implementation; kernel 'swiglu' has eager, inductor and",
     ),  # type: ignore[arg-type]
     "devices": (lambda: Implementation("a:b", devices="cuda"), "devices of an Implementation are 'cuda'; give a tuple such as"),  # type: ignore[arg-type]
     "dtypes": (

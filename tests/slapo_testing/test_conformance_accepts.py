@@ -129,7 +129,7 @@ AT_LINEAR = Example(Model, (X,), "2", plugins=(HERE,))
 
 @pytest.mark.multiproc
 def test_parameters_that_ranks_draw_otherwise_are_told() -> None:
-    sentence = "the parameter '2.down', which is not sharded, differs on rank 1 than on rank 0"
+    sentence = "the parameter '2.down', which is not sharded, differs between rank 0 and rank 1"
     checks = primitive_checks("adapts_by_rank", [replace(AT_LINEAR, ranks=2, changes=["state_dict"])])
     (found,) = [check for check in checks if check.name == "contracts"]
     with pytest.raises(ConformanceError, match=sentence):

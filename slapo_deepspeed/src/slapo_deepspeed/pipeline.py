@@ -1,4 +1,4 @@
-"""Stages in DeepSpeed's ``PipelineModule``, one on each rank."""
+"""Stages in DeepSpeed's ``PipelineModule``, one on each rank, and the conversion of their outputs to the tensors it sends."""
 
 from __future__ import annotations
 

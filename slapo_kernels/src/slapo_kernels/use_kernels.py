@@ -161,7 +161,7 @@ def _wanted_kernels(schedule: Schedule, names: str | Iterable[str] | None) -> tu
 
 def _check_name(schedule: Schedule, kernel: object, known: Iterable[str]) -> None:
     if not isinstance(kernel, str):
-        raise _error(schedule, f"{kernel!r} is not a name of a kernel; available: {', '.join(sorted(known))}")
+        raise _error(schedule, f"{kernel!r} is not the name of a kernel; available: {', '.join(sorted(known))}")
     if kernel not in known:
         raise _error(schedule, str(UnknownNameError.of("kernel", kernel, known)))
 
@@ -176,7 +176,7 @@ def _checked_force(schedule: Schedule, wanted: tuple[str, ...], force: Any, name
     for kernel, implementation in force.items():
         _check_name(schedule, kernel, [*kernel_names(), "*"])
         if not isinstance(implementation, str):
-            raise _error(schedule, f"force has {implementation!r} for {kernel!r}, which is not a name of an implementation")
+            raise _error(schedule, f"force has {implementation!r} for {kernel!r}, which is not the name of an implementation")
         if kernel != "*" and kernel not in wanted:
             reason = "which is not among the names" if named else "which is served only where it is named"
             raise _error(schedule, f"force has {kernel!r}, {reason}; add it to the names, or leave it out of force")

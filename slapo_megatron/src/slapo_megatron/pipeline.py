@@ -1,4 +1,7 @@
-"""Stages for Megatron's pipeline schedules: 1F1B, or interleaved 1F1B with several stages on a rank."""
+"""Stages for Megatron's pipeline schedules: 1F1B, or interleaved 1F1B with several stages on a rank.
+
+The outputs of a stage are packed into one tensor, the only one that Megatron sends.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_pipeline_keeps_the_vision_part_whole() -> None:
         sch = create_schedule(MODELS["qwen"](), example_inputs=batch)
         sch.pipeline(2, **options)
         assert sch.metadata.primitives["pipeline"].cuts[0].startswith("model.language_model.layers.")
-    with pytest.raises(ScheduleError, match=r"leaf_modules: 'visual' is not a class and no path"):
+    with pytest.raises(ScheduleError, match=r"leaf_modules: 'visual' is neither a class nor the path"):
         create_schedule(MODELS["qwen"](), example_inputs=batch).pipeline(2, leaf_modules="visual")
 
 

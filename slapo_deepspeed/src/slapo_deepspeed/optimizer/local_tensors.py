@@ -62,8 +62,10 @@ class Shares:
         named = {**parameters(module), **self._buffers}
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._ranges = private.flat_ranges(self._outer, program.axis_rank("dp"), named.values()) or {}
-        shaped = {name: tensor.new_empty(private.full_shape(tensor), device="meta") for name, tensor in named.items()}
-        self.pieces = {name: piece_of(each, shard_spec(named[name])) for name, each in shaped.items()}
+        self.pieces = {}
+        for name, tensor in named.items():
+            whole = torch.empty(private.full_shape(tensor), dtype=tensor.dtype, device="meta")
+            self.pieces[name] = piece_of(whole, shard_spec(tensor))
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._shares_of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
         self.held = [share for share, _ in found if share.value.numel()]

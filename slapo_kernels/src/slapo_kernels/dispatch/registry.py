@@ -53,7 +53,7 @@ class ImplementationRegistry:
         check_kernel(kernel)
         if not isinstance(name, str):
             raise ScheduleError(
-                f"{name!r} is not a name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}"
+                f"{name!r} is not the name of an implementation; kernel {kernel!r} has {self._join_names(kernel)}"
             )
         if name not in self._entries[kernel]:
             if any(name in those for those in self._entries.values()):  # not misspelt, but of another kernel
@@ -85,7 +85,7 @@ class ImplementationRegistry:
 def check_kernel(kernel: object) -> None:
     """Raise ``ScheduleError`` unless there is a kernel of this name."""
     if not isinstance(kernel, str):
-        raise ScheduleError(f"{kernel!r} is not a name of a kernel; available: {', '.join(sorted(KERNELS))}")
+        raise ScheduleError(f"{kernel!r} is not the name of a kernel; available: {', '.join(sorted(KERNELS))}")
     if kernel not in KERNELS:
         raise ScheduleError(str(UnknownNameError.of("kernel", kernel, KERNELS)))
 

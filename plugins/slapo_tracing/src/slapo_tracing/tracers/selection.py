@@ -200,7 +200,7 @@ def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: s
         exact = inside.get(leaf) if isinstance(leaf, str) and not leaf.isidentifier() else None  # a plan may name thousands
         named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _leaf_matches(leaf, path, child)}
         if not named:
-            what = f"leaf_modules: {leaf!r} is not a class and no path of a module below"
+            what = f"leaf_modules: {leaf!r} is neither a class nor the path of a module below"
             raise ScheduleError(what, path=path, primitive=primitive)
         found |= named
     return found

@@ -47,7 +47,7 @@ def trace_flat(schedule: Schedule, replicated: ReplicatedModules) -> fx.GraphMod
                 if path not in layers:
                     layers.append(path)
                     replicated.opaque[path] = f"its {parametrization_of(module)}"
-            elif is_opaque(module) and any(is_inside(layer, path) for layer in layers):
+            elif path and is_opaque(module) and any(is_inside(layer, path) for layer in layers):
                 what = f"{path!r} has hooks or a wrapped forward, which hide its layers"
                 raise plan_error(schedule, f"{what}; call tensor_parallel first")
         with record_origins(schedule.mod, schedule.world_size), no_parametrization_in_forward() as parametrized:

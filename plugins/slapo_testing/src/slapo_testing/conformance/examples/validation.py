@@ -87,7 +87,7 @@ def check_examples_list(kind: str, name: Any, examples: Any, wanted: type) -> li
         ValueError: not a name, or not examples of that kind.
     """
     if not isinstance(name, str):
-        raise ValueError(f"{_describe(name)} is not a name of a {kind}; give the string by which it is registered")
+        raise ValueError(f"{_describe(name)} is not the name of a {kind}; give the string by which it is registered")
     if isinstance(examples, str) or not isinstance(examples, Iterable):
         raise ValueError(f"examples of the {kind} {name!r} are {_describe(examples)}; give a list of {wanted.__name__}")
     found = [*examples]

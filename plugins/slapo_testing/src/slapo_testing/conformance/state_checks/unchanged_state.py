@@ -160,7 +160,7 @@ def check_replicas(schedule: Schedule) -> None:
     for rank, theirs in enumerate(found):
         if apart := sorted(name for name, digest in found[0].items() if theirs.get(name, digest) != digest):
             what = f"the parameter {apart[0]!r}, which is not sharded,"
-            raise ConformanceError(f"{what} differs on rank {rank} than on rank 0")
+            raise ConformanceError(f"{what} differs between rank 0 and rank {rank}")
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
