@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 DOCUMENTED_MODULES = (
-    *("autotune", "framework_dialect", "initialization", "logger", "model_schedule", "op", "pattern"),
-    *("pipeline", "primitives", "random", "schedule", "sharding", "tracer", "utils"),
+    "autotune",
+    "framework_dialect",
+    "initialization",
+    "logger",
+    "model_schedule",
+    "op",
+    "pattern",
+    "pipeline",
+    "primitives",
+    "random",
+    "schedule",
+    "sharding",
+    "tracer",
+    "utils",
 )
 """Documented submodules of ``slapo``."""
 

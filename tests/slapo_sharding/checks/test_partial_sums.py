@@ -122,13 +122,13 @@ def _make_schedule(model: nn.Module) -> Schedule:
 
 
 WRONG: dict[type[Block], str] = {
-    Relu: "what relu makes of the parts of a sum does not add up to what it makes of the sum, and each rank has a part of the "
-    "output of 'block.down'; give sync('fwd_post', 'all_reduce') to that layer itself; check=False",
+    Relu: "relu is not linear: the sum of its results for the parts is not its result for the sum, and each rank has a "
+    "part of the output of 'block.down'; give sync('fwd_post', 'all_reduce') to that layer itself; check=False",
     Residual: f"Residual 'block' at {__file__}",
-    Bias: "what add_ makes of the parts of a sum",
-    Buffer: "what add makes of the parts of a sum",
+    Bias: "add_ is not linear",
+    Buffer: "add is not linear",
     Norm: "LayerNorm 'block.norm' at",
-    Square: "what mul makes of the parts of a sum",
+    Square: "mul is not linear",
 }
 
 
@@ -197,7 +197,7 @@ def _half(rank: int) -> str:
 
 
 def test_sums_of_half_precision() -> None:
-    assert "what add makes of the parts of a sum" in run_distributed(_half, 2)[0]
+    assert "add is not linear" in run_distributed(_half, 2)[0]
 
 
 def _right(rank: int) -> None:

@@ -50,8 +50,10 @@ LOST_CONNECTION_SECONDS = 2.0
 """Seconds that a rank with a lost connection waits before it ends, so that the rank that broke it is seen first."""
 
 FORK_SERVER_MODULES = [
-    *("slapo.launch.fork_server_preload", "slapo.training.worker"),
-    *("torch._dynamo", "transformers.modeling_layers"),
+    "slapo.launch.fork_server_preload",
+    "slapo.training.worker",
+    "torch._dynamo",
+    "transformers.modeling_layers",
 ]
 """Modules that the fork server imports once for all ranks, in this order; optimizers import dynamo, models the layers."""
 

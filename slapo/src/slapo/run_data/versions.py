@@ -7,12 +7,30 @@ import sys
 from importlib import metadata
 
 PACKAGES = (
-    *("slapo", "slapo-core", "slapo-sharding", "slapo-pipeline", "slapo-memory", "slapo-models", "slapo-fusion"),
-    *("slapo-training", "slapo-torch", "slapo-tune", "slapo-verify", "slapo-weights", "torch", "transformers"),
+    "slapo",
+    "slapo-core",
+    "slapo-sharding",
+    "slapo-pipeline",
+    "slapo-memory",
+    "slapo-models",
+    "slapo-fusion",
+    "slapo-training",
+    "slapo-torch",
+    "slapo-tune",
+    "slapo-verify",
+    "slapo-weights",
+    "torch",
+    "transformers",
 )
 ENGINES = (
-    *("slapo-deepspeed", "deepspeed", "slapo-megatron", "megatron-core"),
-    *("slapo-kernels", "triton", "liger-kernel", "flash-attn"),
+    "slapo-deepspeed",
+    "deepspeed",
+    "slapo-megatron",
+    "megatron-core",
+    "slapo-kernels",
+    "triton",
+    "liger-kernel",
+    "flash-attn",
 )
 """And kernels; told of where they are installed."""
 

@@ -26,8 +26,13 @@ from ..run_data.settings import VOCABULARY, Settings, SettingsError
 
 ALIASES = {
     "layers": (
-        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-        *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "num_decoder_layers",
+        "encoder_layers",
+        "decoder_layers",
     ),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
@@ -42,7 +47,13 @@ EXAMPLES = ("gpt2", "llama", "qwen3")
 """Types to suggest if the given one resembles no known type."""
 
 INNER = (
-    *("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff"),
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "ffn_hidden_size",
+    "d_ff",
     "moe_intermediate_size",
 )
 """Attribute names of the feed-forward size: 4 x hidden."""

@@ -281,10 +281,14 @@ class Whole(nn.Module):
         return x + self.down(torch.tanh(self.up(self.recurrent(x)[0])))
 
 
-def _whole(rank: int) -> list[str]:
-    return _derived_steps(Whole(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
+def _whole(rank: int, is_hooked: bool) -> list[str]:
+    model = Whole()
+    if is_hooked:
+        model.register_forward_hook(lambda module, args, output: output)
+    return _derived_steps(model, torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_module_without_a_rule_stays_whole() -> None:
-    steps = run_distributed(_whole, 2)[0]
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_module_without_a_rule_stays_whole_and_a_hook_of_the_whole_model_hides_no_layers(is_hooked: bool) -> None:
+    steps = run_distributed(_whole, 2, is_hooked)[0]
     assert {step.partition("]")[0] for step in steps} == {"sch['up'", "sch['down'"}

@@ -122,8 +122,8 @@ class PartialGradients:
         for tensor in tensors_in(given):
             if torch.is_grad_enabled() and tensor.requires_grad and self.layout_of(tensor) is GradientLayout.REPLICATED:
                 raise self.error(
-                    "it returns a part of the gradient of what it is given, and no sync sums that: of an input that is not the "
-                    "first, or of what whole parameters made; give sync('bwd_post', 'all_reduce') to this module itself, or "
+                    "it returns a partial gradient of its input, and no sync sums it, as the input is not the first, or was "
+                    "computed by replicated parameters; give sync('bwd_post', 'all_reduce') to this module itself, or "
                     "sync('grad', 'all_reduce') to the module that holds the parameters"
                 )
 

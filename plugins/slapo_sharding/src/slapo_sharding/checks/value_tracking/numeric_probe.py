@@ -152,7 +152,7 @@ def probe_partial(call: OpCall, numbers: Mapping[int, torch.Tensor]) -> Sequence
         elif all(is_continuous(whole.dtype) and _is_near(whole, sum(parts)) for whole, parts in draws):
             found.append(partial_value(draws[0][0], call.of.ranks))
         else:
-            why = f"what {call.name} makes of the parts of a sum does not add up to what it makes of the sum"
+            why = f"{call.name} is not linear: the sum of its results for the parts is not its result for the sum"
             raise MixesShards(why, REDUCE)
     return found
 
