@@ -216,7 +216,7 @@ def test_export_of_structures_and_a_transformer() -> None:
         ("unused", {}, TraceError, "'unused' is not called when the model runs"),
         ("middle", {"tracer": "export"}, ScheduleError, "tracer 'export' runs the module; give its example_inputs"),
         ("", {"leaf_modules": "Outer2"}, ScheduleError, "leaf_modules: 'Outer2' is neither a class nor the path"),
-        ("middle", {"leaf_modules": "Outer2"}, ScheduleError, r"trace\('middle'\): leaf_modules: 'Outer2' is not a class"),
+        ("middle", {"leaf_modules": "Outer2"}, ScheduleError, r"trace\('middle'\): leaf_modules: 'Outer2' is neither a class"),
         ("", {"leaf_modules": [3]}, ScheduleError, "leaf_modules: 3 is neither a class nor a name"),
         ("", {"concrete_args": {"y": 1}}, TraceError, "the forward of Outer takes no 'y'; it takes x"),
         ("", {"tracer": "fx", "concrete_args": {"y": 1}}, TraceError, "the forward of Outer takes no 'y'; it takes x"),
