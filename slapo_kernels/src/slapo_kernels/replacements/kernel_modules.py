@@ -8,6 +8,7 @@ unless an implementation is forced.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,11 +29,14 @@ _KERNEL_FORWARD = "_slapo_kernels"
 _TABLES = (
     *MODULE_TABLES,
     *HOOK_TABLES,
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 
 
-class KernelForward:
+class KernelForward(ABC):
     """Forward of a kernel module, called with the module and its inputs.
 
     Attributes:
@@ -46,21 +50,21 @@ class KernelForward:
     method: str = "forward"
 
     @property
+    @abstractmethod
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels that it calls."""
-        raise NotImplementedError
 
     @property
     def is_forced(self) -> bool:
         """True if the user forced an implementation."""
         return self.choice is not None
 
+    @abstractmethod
     def admits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """Return whether the kernels compute this call."""
-        raise NotImplementedError
 
-    def __call__(self, module: Any, *args: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, module: Any, *args: Any) -> Any: ...
 
 
 class KernelModule:
