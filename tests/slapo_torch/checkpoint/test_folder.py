@@ -185,10 +185,11 @@ def test_an_optimizers_state_comes_back_in_its_own_type(tmp_path: Path) -> None:
 
 def limits(rank: int) -> list[float]:
     """Seconds that the job's groups wait, and one for a save in the background."""
-    apart = Ranks(rank, 2, mesh_of(dp=2)).in_new_group().group
-    assert apart is not None
-    of_apart = apart._get_backend(torch.device("cpu")).options._timeout
-    dist.destroy_process_group(apart)
+    apart = Ranks(rank, 2, mesh_of(dp=2)).in_new_group()
+    assert apart.group is not None
+    of_apart = apart.group._get_backend(torch.device("cpu")).options._timeout
+    apart.gather(rank)  # a rank that destroys the group while another one still connects to it fails that one
+    dist.destroy_process_group(apart.group)
     return [job_timeout().total_seconds(), of_apart.total_seconds()]
 
 
