@@ -30,7 +30,7 @@ PRIMITIVES = {
     "slapo-tracing": TRACING,
     "slapo-training": TRACING,
     "slapo-tune": CORE,
-    "slapo-verify": CORE,
+    "slapo-verify": TRACING,
     "slapo-weights": TRACING,
     "slapo": TRACING
     | {"checkpoint", "compile", "decompose", "fuse"}

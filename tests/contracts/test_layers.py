@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .conftest import TOP, folders
+from packaging.requirements import Requirement
+
+from .conftest import TOP, declared, folders
+from .import_graph import Sources
 
 HEAVY = ["deepspeed", "flash_attn", "liger_kernel", "megatron", "rich", "transformers", "triton", "typer"]
 
@@ -21,6 +24,15 @@ def test_import_linter_contracts() -> None:
 def test_every_distribution_is_under_the_contracts() -> None:
     (packages,) = re.findall(r"^root_packages = \[(.*?)\]", (TOP / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert set(re.findall(r'"(.+?)"', packages)) == {name.replace("-", "_") for name in folders()}
+
+
+def test_a_distribution_declares_what_it_imports() -> None:
+    owners = {name.replace("-", "_"): name for name in folders()}
+    needs = {name: {name, *(Requirement(line).name for line in declared(folder))} for name, folder in folders().items()}
+    imports = [each for each in Sources().imports if not each.for_types]
+    pairs = {(owners[each.source.partition(".")[0]], owners[each.module.partition(".")[0]]) for each in imports}
+    optional = {("slapo", "slapo-kernels"), ("slapo-testing", "slapo-kernels"), ("slapo-testing", "slapo-sharding")}
+    assert {(source, target) for source, target in pairs if target not in needs[source]} == optional
 
 
 ASKS = """

@@ -92,6 +92,8 @@ def expected_split(kind: str) -> set[str]:
         found |= {f"{name}.base_layer", f"{name}.lora_{'A' if name in ROWS else 'B'}.default"}
         if "use_dora" in KINDS[kind] and name not in ROWS:
             found.add(f"{name}.lora_magnitude_vector.default")
+    if kind == "rank-stabilised":
+        found |= {f"{name}.lora_B.other" for name in QV["target_modules"]}
     return found
 
 
