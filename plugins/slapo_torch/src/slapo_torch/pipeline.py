@@ -18,13 +18,13 @@ from torch import nn
 
 from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
+from slapo_training.engines import can_split, note_tensor_hooks
 from slapo_training.losses import note_failure
 
 from .gradients.reduction import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import VaryingStage, has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .pipelining.split_backward import can_split, note_tensor_hooks
 from .step.gradient_accumulation import GradientUnaliasing, MemoryExtent, StepResult, memory_extents
 from .step.stage_call import MicroBatchWeight, StageCall
 

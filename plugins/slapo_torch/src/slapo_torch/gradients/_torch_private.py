@@ -13,8 +13,3 @@ no_functions = torch._C.DisableTorchFunction
 def default_store() -> Store:
     """Return the store of the default process group; it works while a collective is stuck."""
     return _get_default_store()
-
-
-def awaits_accumulation(parameter: torch.Tensor) -> bool:
-    """Return whether hooks of ``register_post_accumulate_grad_hook`` wait for the parameter's gradient."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -188,3 +188,8 @@ def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Removabl
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Replace the memory of a DTensor by another local tensor of the same shape and dtype, as FSDP2 does."""
     cast(Any, tensor)._local_tensor = local
+
+
+def awaits_accumulation(parameter: torch.Tensor) -> bool:
+    """Return whether hooks of ``register_post_accumulate_grad_hook`` wait for the parameter's gradient."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ..gradients._torch_private import awaits_accumulation
+from ..distributed._torch_private import awaits_accumulation
 
 _REENTRANT = "CheckpointFunctionBackward"
 

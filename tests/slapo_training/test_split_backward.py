@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_torch.pipelining.split_backward import can_split
+from slapo_training.engines.split_backward import can_split
 
 Graph = Callable[[torch.Tensor, torch.Tensor, nn.Parameter, nn.Parameter], tuple[torch.Tensor, ...]]
 
