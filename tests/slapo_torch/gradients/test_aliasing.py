@@ -18,7 +18,7 @@ import slapo_training.plugin
 from slapo_core import Registry, Schedule, build, create_schedule
 from slapo_testing import run_distributed
 from slapo_torch.pipeline import RunningStage
-from slapo_torch.step.gradient_accumulation import GradientUnaliasing, memory_extents
+from slapo_training.engines.gradient_unaliasing import GradientUnaliasing, memory_extents
 
 from ..layouts import mesh_of
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch import nn
 
 from slapo_core import Boundary, Program
 from slapo_training.batches import Batch
-from slapo_training.engines import can_split, note_tensor_hooks
 from slapo_training.losses import note_failure
 
 from .gradients.reduction import DDPReplicas
 from .options import Options
 from .pipelining._torch_pipelining import VaryingStage, has_split_backward, make_runtime
 from .pipelining.schedules import kind_of
-from .step.gradient_accumulation import GradientUnaliasing, MemoryExtent, StepResult, memory_extents
+from .step.gradient_accumulation import StepResult
 from .step.stage_call import MicroBatchWeight, StageCall
 
 
@@ -52,18 +50,12 @@ class RunningStage(VaryingStage):
             layouts,
             program.mesh["pp"].get_group(),
         )
-        self._calls = nn.ModuleList(calls)
+        self.trained = nn.ModuleList(calls)
         self._layouts = layouts
         self.feed: list[dict[str, Any]] = []
         self.result = result
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
-        self.splits = False
-        """True if the schedule splits backwards in two."""
-        self._whole: set[int] = set()
-        self._hooked: set[int] = set()
-        self._first: GradientUnaliasing | None = None
-        self._given: dict[int, list[MemoryExtent]] = {}
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -72,8 +64,7 @@ class RunningStage(VaryingStage):
         self._select(fwd_chunk_id)
         self._record_arrival("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        with note_tensor_hooks(lambda: self._hooked.add(fwd_chunk_id)) if self.splits else nullcontext():
-            output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
+        output = self._run_and_note_error("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if self.result.failure is not None:
             if self.is_last:
                 note_failure(feed["labels"], self.result.failure)
@@ -94,21 +85,8 @@ class RunningStage(VaryingStage):
             return
         self._select(bwd_chunk_id)
         self._record_arrival("RECV_B", bwd_chunk_id)
-        run = super().backward_one_chunk
-
-        def attempt() -> None:
-            full = full_backward or not self._can_split(bwd_chunk_id, loss)
-            if full and not full_backward:
-                self._whole.add(bwd_chunk_id)
-            run(bwd_chunk_id, loss, full, last_backward)
-            # input gradients were not accumulated in a leaf, so they may have any strides; messages are contiguous
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(value if value is None else value.contiguous() for value in gradients)
-            self._given[bwd_chunk_id] = memory_extents(self.bwd_cache[bwd_chunk_id])
-            if full:
-                self._separate(bwd_chunk_id)
-
-        self._run_and_note_error("B" if full_backward else "I", bwd_chunk_id, attempt)
+        run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        self._run_and_note_error(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
             self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs(bwd_chunk_id)
@@ -118,14 +96,8 @@ class RunningStage(VaryingStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second part of a backward: gradients of the stage's parameters; nothing if the first part ran all."""
         run = super().backward_weight_one_chunk
-
-        def attempt() -> None:
-            if bwd_chunk_id not in self._whole:
-                run(bwd_chunk_id, last_backward)
-                self._separate(bwd_chunk_id)
-
         if self.has_backward:
-            self._run_and_note_error("W", bwd_chunk_id, attempt)
+            self._run_and_note_error("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         _renew(self.args_recv_info[fwd_chunk_id])
@@ -152,40 +124,17 @@ class RunningStage(VaryingStage):
         if (start := self._receiving.pop((kind, microbatch), None)) is not None:
             self.result.record(self.stage_index, kind, microbatch, start)
 
-    def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
-        """Begin a step; parameters have no gradients. The result receives losses, errors and actions."""
+    def begin(self, feed: list[dict[str, Any]], result: StepResult) -> None:
+        """Begin a step. The result receives losses, errors and actions."""
         self.feed, self.result = feed, result
-        self._first = GradientUnaliasing(self._calls) if training else None
-
-    def _separate(self, microbatch: int) -> None:
-        """Copy gradients that share memory, after a backward; input gradients may still be waiting to be sent."""
-        assert self._first is not None
-        self._first.separate(self._given.pop(microbatch))
 
     def clear_runtime_states(self) -> None:
         """Clear the state of an earlier step, which may have failed."""
         super().clear_runtime_states()
-        self._given.clear()
         self._receiving.clear()
-        self._whole.clear()
-        self._hooked.clear()
-        self.backward_state.clear()
-        self.dw_runner.clear()
 
     def _num_inputs(self, microbatch: int) -> int:
         return len(self._layouts[microbatch][0])
-
-    def _can_split(self, microbatch: int, loss: Any) -> bool:
-        """Return True if a micro-batch's backward can be split; the first stage runs all of it in the second part."""
-        if self.is_first:
-            return True
-        if microbatch in self._hooked:
-            return False
-        given, received = self.fwd_cache[microbatch]
-        if not self.is_last:  # the runtime calls detach_() on outputs, which views refuse
-            given = tuple(output.clone() if output._is_view() else output for output in given)
-            self.fwd_cache[microbatch] = (given, received)
-        return can_split((loss,) if self.is_last else given, received[: self._num_inputs(microbatch)])
 
     def _run_and_note_error(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
@@ -249,11 +198,11 @@ class StagePlan:
                 call.begin(weight, result.counted if stage.is_last else [])
                 names = program.stages[stage.stage_index].batch_inputs
                 feed.append({"batch": {name: part[name] for name in names if name in part}, "labels": label, "call": call})
-            stage.begin(feed, self._training, result)
+            stage.begin(feed, result)
         with torch.set_grad_enabled(self._training):
             self._schedule.step(target=self._targets if self._training else None, return_outputs=False)
         for stage in self._stages:
-            stage.begin([], False, result)
+            stage.begin([], result)
             stage.clear_runtime_states()
         return result
 

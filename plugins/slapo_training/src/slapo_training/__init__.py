@@ -1,7 +1,7 @@
 """Code that the dialects of all engines share: micro-batches, labels, losses, options.
 
-``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects. They are imported when first used, so that
-loading the plugin stays cheap.
+``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects, and ``ExactStage`` of pipeline stages. They
+are imported when first used, so that loading the plugin stays cheap.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
+    from .engines.exact_stage import ExactStage
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
 else:
@@ -21,9 +22,10 @@ else:
         __name__,
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
+            "engines.exact_stage": ["ExactStage"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
         },
     )
 
-__all__ = ["BatchEngine", "ExternalEngine", "MicroBatches", "StageForward"]
+__all__ = ["BatchEngine", "ExactStage", "ExternalEngine", "MicroBatches", "StageForward"]

@@ -41,7 +41,7 @@ def build_stage(
         BuildError: no such stage, a stage that was not traced here, or a result that is neither a tensor nor a tuple of
             tensors.
     """
-    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415  takes a second, and few users need it
+    from slapo_training import ExactStage  # noqa: PLC0415  takes a second, and few users need it
 
     if not 0 <= stage < len(program.stages):
         raise BuildError(f"no stage {stage}; the program has stages 0 to {len(program.stages) - 1}")
@@ -58,7 +58,7 @@ def build_stage(
     )
     received = tuple(map(meta_like, this.inputs))
     group = group or pipeline_group(program)
-    return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
+    return ExactStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas
 
 from slapo_core import BuildError
+from slapo_training import ExactStage
 
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
 
@@ -118,7 +119,7 @@ def _flatten_actions(row: Sequence[Any]) -> Iterator[Any]:
 Tensors = tuple[torch.Tensor, ...]
 
 
-class VaryingStage(PipelineStage):
+class VaryingStage(ExactStage):
     """Stage with one message layout per micro-batch; torch's stage has one layout for all micro-batches.
 
     Images are an example: image features vary in shape with the number of images, and are missing without images. The layouts

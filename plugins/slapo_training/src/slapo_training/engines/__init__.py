@@ -12,27 +12,26 @@ from . import checkpoint_files, open_engines
 from .checkpoint_files import EngineExtras, bytes_of, check_shapes
 from .dialect import ALL_RANKS, NO_CLIPPED_COPIES, NO_PLATEAU, EngineDialect, Limit, odd_dtype
 from .engine_output import log_fields, without_warnings
+from .gradient_unaliasing import GradientUnaliasing
 from .initial_weights import check_same_start
-from .split_backward import can_split, note_tensor_hooks
 from .stages import Tie, microbatch_plans, release_others, tied_groups
 
 __all__ = [
     "ALL_RANKS",
     "EngineExtras",
     "EngineDialect",
+    "GradientUnaliasing",
     "Limit",
     "NO_CLIPPED_COPIES",
     "NO_PLATEAU",
     "Position",
     "Tie",
     "bytes_of",
-    "can_split",
     "check_same_start",
     "check_shapes",
     "checkpoint_files",
     "log_fields",
     "microbatch_plans",
-    "note_tensor_hooks",
     "odd_dtype",
     "open_engines",
     "release_others",
