@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
 from slapo_core import BuildError, Program, forward_signature, named_inputs
 from slapo_tracing.nodes import difference, fingerprint
+from slapo_training import ExactStage
 
 from .stage_runtime import StageRunner, mark_local_stage, meta_like, model_result, sendable, sum_tied_gradients
 
@@ -30,7 +30,7 @@ class PipeRuntime:
 
     def stage(
         self, index: int, device: torch.device, group: dist.ProcessGroup | None, output: Callable[[Any], Any] | None
-    ) -> PipelineStage:
+    ) -> ExactStage:
         """Make the stage that torch's schedules run."""
         mark_local_stage(self.program, index)
         module = BatchForwardingStage(self.program, index, self.example, output)
@@ -55,7 +55,7 @@ class PipeRuntime:
         sum_tied_gradients(self.program, self._group)
 
 
-class TiedStage(PipelineStage):
+class TiedStage(ExactStage):
     """A stage that leaves the gradients of tied parameters to the runtime, as other stages of this rank may hold them."""
 
     runtime: PipeRuntime

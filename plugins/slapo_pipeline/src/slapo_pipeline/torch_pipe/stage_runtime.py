@@ -37,6 +37,8 @@ def build_stage(
         output: Function from the model's result to the schedule's, e.g. ``lambda result: result.loss``: a tensor or a tuple
             of tensors. Default: the result itself.
 
+    Gradients are exact under each schedule: see ``slapo_training.ExactStage``.
+
     Raises:
         BuildError: no such stage, a stage that was not traced here, or a result that is neither a tensor nor a tuple of
             tensors.
