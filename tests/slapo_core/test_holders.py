@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -24,12 +26,13 @@ def places(holders: Holders, root: nn.Module) -> object:
     }
 
 
-edits = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["fresh", "wrap", "share", "unwrap", "parameter"])), max_size=12)
+KINDS = ["fresh", "wrap", "share", "unwrap", "parameter", "tied by hand", "shared by hand"]
+edits = st.lists(st.tuples(st.integers(0, 50), st.sampled_from(KINDS)), max_size=12)
 
 
 @given(edits)
 def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
-    root = tree(3, nn.Sequential(nn.Linear(1, 1)))
+    root: Any = tree(3, nn.Sequential(nn.Linear(1, 1)))
     holders = Holders()
     for index, kind in steps:
         modules = [module for module in root.modules() if module is not root]
@@ -38,6 +41,12 @@ def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
             parameters = list(root.parameters())
             value = parameters[index % len(parameters)]
             holders.substitute(holders.places_of(root, value), value, nn.Parameter(value.detach().clone()))
+            continue
+        if kind == "tied by hand":
+            old.tied = next(root.parameters())
+            continue
+        if kind == "shared by hand":
+            root.append(next(module for module in modules if not len(list(module.children()))))
             continue
         new: nn.Module = nn.Sequential(nn.Linear(1, 1))
         if kind == "wrap":

@@ -101,7 +101,7 @@ def materialize(
     slots = list(_slots(root))
     with _temporary_tensors({id(slot.tensor): _unset_full_tensor(slot.tensor, "meta") for slot in slots}, slots):
         for group in _joint_groups(slots, wanted):
-            full = _initialise_group(root, group, initialise, seed)
+            full = _fill_group(root, group, initialise, seed)
             new |= {key: _local_tensor(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
     new |= {id(real): successor(real, real.to(device)) for tree in trees for real in tree.buffers() if not real.is_meta}
     for slot in [slot for tree in trees for slot in _slots(tree)]:
@@ -172,9 +172,7 @@ def _joint_groups(slots: list[_Slot], wanted: dict[int, torch.Tensor]) -> Iterat
         yield [held for path in paths for held in owned[path]]
 
 
-def _initialise_group(
-    root: nn.Module, slots: list[_Slot], initialise: Initialiser, seed: int | None
-) -> dict[int, torch.Tensor]:
+def _fill_group(root: nn.Module, slots: list[_Slot], initialise: Initialiser, seed: int | None) -> dict[int, torch.Tensor]:
     """Return full tensors for the slots of a group of modules, by the id of the tensor that each replaces.
 
     The initialiser runs on the modules and on all that contain them, inner ones first, as in ``nn.Module.apply``: a parent may

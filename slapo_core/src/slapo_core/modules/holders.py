@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -23,7 +24,8 @@ Place = tuple[nn.Module, str]
 class Holders:
     """Index from a module or tensor to its places. It has several places if it is shared or tied.
 
-    Built on first use in linear time. ``Schedule``'s own edits keep it up to date; other edits invalidate it.
+    Built on first use in linear time. ``Schedule``'s own edits keep it up to date. Another edit that gives an indexed value a
+    further place in the tree, as ``tie_weights`` does, clears it.
 
     Attributes:
         is_reusable: False while a primitive edits the tree directly.
@@ -33,6 +35,7 @@ class Holders:
         # module, name, module, name, ... in one flat tuple: the garbage collector has fewer objects to scan
         self._places_by_id: dict[int, tuple[Any, ...]] = {}
         self.is_reusable = True
+        _all[id(self)] = self
 
     def invalidate(self) -> None:
         """Clear the index; the next look-up walks the tree again."""
@@ -49,10 +52,10 @@ class Holders:
         """
         found = self._known_places(value)
         stale = not self._places_by_id or not self.is_reusable or (known and known not in found)
-        if stale or not all(_is_held_at(place, value) for place in found):
+        if stale or not all(any(value is held for own, held in _members(holder) if own == name) for holder, name in found):
             self.invalidate()
-            for module in root.modules():
-                self._index_members(module)
+            self._places_by_id[id(root)] = ()
+            self._index_tree(root)
             found = self._known_places(value)
         return found
 
@@ -75,13 +78,10 @@ class Holders:
 
     def _index_tree(self, module: nn.Module) -> None:
         strangers = [child for child in module._modules.values() if child is not None and id(child) not in self._places_by_id]
-        self._index_members(module)
+        for name, value in _members(module):
+            self._add(value, [(module, name)])
         for child in dict.fromkeys(strangers):
             self._index_tree(child)
-
-    def _index_members(self, module: nn.Module) -> None:
-        for name, value in _members(module):
-            self._places_by_id[id(value)] = (*self._places_by_id.get(id(value), ()), module, name)
 
     def _remove(self, value: Any, places: list[Place]) -> None:
         left = [place for place in self._known_places(value) if place not in places]
@@ -100,6 +100,15 @@ def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _is_held_at(place: Place, value: Any) -> bool:
-    holder, name = place
-    return holder._parameters.get(name) is value or holder._buffers.get(name) is value or holder._modules.get(name) is value
+_all: WeakValueDictionary[int, Holders] = WeakValueDictionary()
+
+
+def _clear_if_tied(module: nn.Module, name: str, value: nn.Module | torch.Tensor | None) -> None:
+    for index in filter(None, (reference() for reference in _all.valuerefs())):
+        if id(module) in index._places_by_id and id(value) in index._places_by_id:
+            index.invalidate()
+
+
+nn.modules.module.register_module_parameter_registration_hook(_clear_if_tied)
+nn.modules.module.register_module_buffer_registration_hook(_clear_if_tied)
+nn.modules.module.register_module_module_registration_hook(_clear_if_tied)

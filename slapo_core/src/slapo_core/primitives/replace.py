@@ -58,8 +58,8 @@ class ReplacePrimitive(Primitive):
         """Replace the module or the subgraphs."""
         if subgraph is None:
             swap_module(schedule, new)
-            return
-        _subgraph_primitive(schedule).apply(schedule, new, subgraph, name, checked=checked)
+        else:
+            _subgraph_primitive(schedule).apply(schedule, new, subgraph, name, checked=checked)
 
 
 def _subgraph_primitive(schedule: Schedule) -> type[Primitive]:

@@ -184,11 +184,8 @@ class Registry:
                 calls[id(impl.plugin)].append((kind, impl.function))
         for record in [record for record in self.records if record.loaded]:
             with self._plugins.guard(record):
-                entries = [
-                    entry
-                    for kind, call in calls[id(record.plugin)]
-                    for entry in entries_from(kind, call(), record, HOOKS[kind])
-                ]
+                given = [entries_from(kind, call(), record, HOOKS[kind]) for kind, call in calls[id(record.plugin)]]
+                entries = [entry for each in given for entry in each]
                 for entry in entries:
                     entry.check(_RESERVED)
                 for entry in entries:

@@ -56,7 +56,7 @@ class PluginError(SlapoError):
         slapo_core.reporting.errors.PluginError: plugin 'quant' (slapo-quant 0.1) did not load
     """
 
-    def __init__(self, message: str, *, owner: str) -> None:
+    def __init__(self, message: str, *, owner: str = "") -> None:
         self.owner = owner
         super().__init__(message)
 
