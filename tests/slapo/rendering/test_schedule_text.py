@@ -189,6 +189,21 @@ def test_a_handle_whose_module_is_gone_says_so_and_its_steps_stay_in_sight() -> 
     assert "0: Identity  <- replace(Identity())" in shown(sch)
 
 
+def test_steps_on_a_replaced_module_are_not_those_of_the_new_one() -> None:
+    sch = create_schedule(Tied(2))
+    sch["h.0.fc"].checkpoint()
+    sch["h.0"].checkpoint()
+    sch["h.0"].replace(Block())
+    assert "0: Block  <- replace(Block())" in tree(sch)
+    assert "checkpoint" not in tree(sch)
+    assert "gone modules  h.0.fc: checkpoint, h.0: checkpoint" in shown(sch)
+
+
+def test_only_consecutive_numbers_are_a_range() -> None:
+    sch = create_schedule(nn.ModuleDict({name: nn.ReLU() for name in ("1", "3", "9")}))
+    assert "1, 3, 9: 3 x ReLU" in tree(sch)
+
+
 def test_a_shared_module_is_shown_once() -> None:
     block = Block()
     sch = create_schedule(nn.ModuleDict({"a": block, "b": nn.Sequential(block, nn.ReLU())}))

@@ -230,7 +230,7 @@ def _merge_equal_siblings(children: Iterable[_KeyedNode]) -> list[ModuleNode]:
 
 
 def _group_label(names: list[str]) -> str:
-    if all(name.isdecimal() for name in names):
+    if all(name.isdecimal() for name in names) and [*map(int, names)] == [*range(int(names[0]), int(names[0]) + len(names))]:
         return f"{names[0]}-{names[-1]}"
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} ... {names[-1]}"
 

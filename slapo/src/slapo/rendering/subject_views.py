@@ -14,13 +14,13 @@ from slapo_core import Boundary, Engine, Program, Schedule, ScheduleError, Stage
 
 from .module_tree import ModuleNode, TreeBuilder, tied_names
 from .short_values import format_count, format_tally, join_first, printable, short_value
-from .step_places import CUTS, StepPlaces
+from .step_places import StepPlaces, is_inside
 from .view import Facts, Tree, View
 
 
 def view_of_schedule(sch: Schedule) -> View:
     """Return the view of a schedule, of its module and those inside."""
-    steps = [step for step in sch.journal if _is_inside(step.path, sch.path)]
+    steps = [step for step in sch.journal if is_inside(step.path, sch.path)]
     try:
         module = sch.mod
     except ScheduleError as gone:
@@ -73,23 +73,21 @@ def _ranks(sch: Schedule) -> str:
 def _stages(sch: Schedule, places: StepPlaces) -> str:
     if sch.program is not None:
         return f"{len(sch.program.stages)}, as built"
-    cuts = sum(names.count(CUTS) for names in places.names.values())
+    cuts = sum(map(len, places.borders.values()))
     return f"{cuts + 1}, when it is built" if cuts else ""
 
 
 def _ties(names: Iterable[tuple[str, ...]], top: str) -> list[str]:
-    inside = [tied for tied in names if any(_is_inside(name, top) for name in tied)]
+    inside = [tied for tied in names if any(is_inside(name, top) for name in tied)]
     return [printable(" = ".join(tied)) for tied in inside]
 
 
 def _removed_modules(sch: Schedule, places: StepPlaces) -> list[str]:
-    """Return the steps on modules that later steps removed."""
+    """Return the steps on modules that later steps removed or replaced."""
     root = sch.get_top_schedule()
-    return [f"{printable(path)}: {format_tally(names)}" for path, names in places.names.items() if path and path not in root]
-
-
-def _is_inside(path: str, top: str) -> bool:
-    return not top or path == top or path.startswith(f"{top}.")
+    removed = {path: names for path, names in places.names.items() if path and path not in root}
+    gone = {path: places.replaced.get(path, []) + removed.get(path, []) for path in {**places.replaced, **removed}}
+    return [f"{printable(path)}: {format_tally(names)}" for path, names in gone.items()]
 
 
 def view_of_program(program: Program) -> View:

@@ -413,7 +413,7 @@ def create_schedule(
     try:
         ties = {tensor: tensor for tensor in name_parameters(root) if isinstance(tensor, nn.Parameter)}
     except RecursionError as err:
-        raise refused("a module of the model contains itself; remove that cycle") from err
+        raise refused("a module of the model contains itself, or the modules are nested too deeply") from err
     shared.metadata_of(root).tie_weights = ties
     shared.registry.notify("slapo_after_create", schedule=Schedule._handle(shared))
     return Schedule._handle(shared)

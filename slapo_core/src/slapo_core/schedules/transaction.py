@@ -92,13 +92,13 @@ class Transaction:
 
     def _touch_graph(self, module: fx.GraphModule) -> None:
         graph, saved = module.graph, fx.Graph()
-        saved.output(saved.graph_copy(graph, {}))
+        saved.output(saved.graph_copy(graph, {})).name = graph.output_node().name
 
         def restore() -> None:  # in the same graph object, which the snapshot of the module refers to
             for node in reversed(list(graph.nodes)):
                 graph.erase_node(node)
             copies: dict[fx.Node, fx.Node] = {}
-            graph.output(graph.graph_copy(saved, copies))
+            copies[saved.output_node()] = graph.output(graph.graph_copy(saved, copies))
             for node, copied in copies.items():
                 copied.name = node.name
             getattr(module, "_slapo_recompile", module.recompile)()

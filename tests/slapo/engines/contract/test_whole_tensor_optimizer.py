@@ -7,12 +7,16 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
+from slapo_core import build, create_schedule
 from slapo_testing import run_distributed
 from tests.engines import zero
 from tests.slapo_torch.layouts import mesh_of, message_of
 from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
-from tests.whole_steps import engine_of, errors, in_place, resumed, saved, stepped_in_place
+from tests.whole_steps import PLUGINS, engine_of, errors, in_place, resumed, saved, stepped_in_place
 
 pytestmark = pytest.mark.multiproc
 
@@ -153,3 +157,46 @@ def test_states_of_shards_go_to_other_layouts(target: str, before: Any, after: A
         called: Any = (in_place, 2, work) if is_in_place else (work, prod(layout.values()))
         found = run_distributed(*called, target, "gqa", layout, STATISTICS[:-1], options, str(tmp_path))
     _check(found)
+
+
+def losses_after_a_load(rank: int, target: str, layout: dict[str, int], options: dict[str, Any], folder: str) -> Any:
+    """Losses of the steps after a save, and of the same steps after its load, with an optimizer that steps whole tensors."""
+    torch.manual_seed(0)
+    mesh, x = mesh_of(**layout), torch.randn(8, 8)
+    schedule = create_schedule(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), mesh=mesh, example_inputs=(x[:4],), plugins=PLUGINS
+    )
+    if mesh["tp"].size() > 1:
+        schedule.tensor_parallel()
+    given: Any = {"optimizer": partial(torch.optim.Adafactor, lr=0.1), "loss_fn": nn.functional.mse_loss, **options}
+    engine: Any = build(schedule, target, lr_scheduler=lambda each: LambdaLR(each, lambda step: 1 / (1 + step)), **given)
+    own = x.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+
+    def losses() -> list[float]:
+        return [engine.train_batch(input=own, labels=own).item() for _ in range(2)]
+
+    losses()
+    engine.save(folder)
+    expected = losses()
+    engine.load(folder)
+    found = losses()
+    engine.close()
+    return expected, found
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "options"),
+    [
+        ("torch", {"tp": 2}, {}),
+        ("megatron", {"tp": 2}, {}),
+        pytest.param("torch", {"dp": 2}, {"data_parallel": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param("deepspeed", {"tp": 2}, zero(0), marks=pytest.mark.slow),
+        pytest.param("deepspeed", {"dp": 2}, zero(1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_whole_tensors_go_on_at_their_learning_rate(
+    target: str, layout: dict[str, int], options: dict[str, Any], tmp_path: Any
+) -> None:
+    for expected, found in run_distributed(losses_after_a_load, 2, target, layout, options, str(tmp_path)):
+        assert found == expected

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from slapo_core import BuildError, Program, get_logger
+
+from .row_mixing import over_replicas
 
 Pair = tuple[float, float]
 """Loss of some rows, and mean loss of their parts."""
@@ -100,8 +102,10 @@ def injected_is_no_mean(cut: Partition) -> str:
     )
 
 
-def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, has_batch_norm: bool) -> str:
-    """Return the warning for modules that mix rows, some of which may be BatchNorms."""
+def rows_are_mixed(
+    root: nn.Module, paths: Sequence[str], pair: Pair | None, cut: Partition, norms: Collection[nn.Module]
+) -> str:
+    """Return the warning for modules that mix rows; ``norms`` are the BatchNorms among them."""
     named = dict(root.named_modules())
     shown = [_module_label(path, named) for path in paths[:_MOST_NAMES]]
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []
@@ -109,13 +113,15 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
     numbers = f" ({pair[0]:.6g} for a micro-batch, {pair[1]:.6g} for the mean of its parts)" if pair is not None else ""
     what = f"{names} mix{'es' if len(paths) == 1 else ''} the rows of a micro-batch"
     effect = f"training in {cut} gives another loss than the whole batch{numbers}"
-    if not has_batch_norm:
+    if not norms:
         return f"{what}, so {effect}; one micro-batch on one replica mixes the rows of the whole batch"
-    ways = []
-    if cut.replicas > 1:
+    ways, synchronized = [], cut.replicas == 1 or all(map(over_replicas, norms))
+    if not synchronized:
         ways.append("sch.sync_batch_norm() takes BatchNorm's statistics over all replicas")
     if cut.microbatches > 1:
-        ways.append("BatchNorm's statistics are those of each micro-batch, and with microbatches=1 those of all of them")
+        ways.append(
+            f"with microbatches=1 BatchNorm's statistics are over {'the whole batch' if synchronized else 'the replica'}"
+        )
     return f"{what}, so {effect}; {'; '.join(ways)}"
 
 

@@ -297,7 +297,7 @@ class RowsCheck:
         if self._reported.issuperset(paths):
             return
         self._reported.update(paths)
-        self._report(rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms)))
+        self._report(rows_are_mixed(self._program.module, paths, pair, self._cut, self._norms.values()))
 
     def _report(self, text: str) -> None:
         warn_or_refuse(text, self._program, self._options.strict)

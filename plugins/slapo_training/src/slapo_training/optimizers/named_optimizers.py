@@ -69,6 +69,7 @@ def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | Non
         return {}
     known, elsewhere, parts = parameters, frozenset[str](), Tensors()
     if isinstance(optimizer, WholeTensorOptimizer):
+        optimizer.give_options()
         stand_ins, sources = optimizer.named_stand_ins(), optimizer.sources()
         known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
         owned = optimizer.owned_ids()

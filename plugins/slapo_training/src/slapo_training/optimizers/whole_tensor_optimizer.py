@@ -213,7 +213,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.take_inner()
 
     def take_options(self) -> None:
+        """Take the options of ``inner``, e.g. those of a checkpoint."""
         self._options.take_inner()
+
+    def give_options(self) -> None:
+        """Give ``inner`` the options that changed since the last step, e.g. a schedule's learning rate."""
+        self._options.exchange()
 
     def _local_groups(self) -> list[dict[str, Any]]:
         """Return the groups of ``inner`` with the rank's parameters, each parameter in one group."""

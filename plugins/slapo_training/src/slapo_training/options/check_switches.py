@@ -42,7 +42,8 @@ def disabled_checks(check: Any = True) -> tuple[str, ...]:
     for source, names in (("check=", by_name), (VARIABLE, by_variable - {"all"})):
         for name in sorted(names, key=str):
             if name not in _known:
-                raise BuildError(f"{source} has {name!r}, which is not a check; available: {', '.join(_known)} and all")
+                every = "; check=False turns all off" if source == "check=" else " and all"
+                raise BuildError(f"{source} has {name!r}, which is not a check; available: {', '.join(_known)}{every}")
     if check is False or "all" in by_variable:
         return tuple(_known)
     return tuple(name for name in _known if name in by_variable or by_name.get(name) is False)
