@@ -21,13 +21,14 @@ Graph = Callable[[torch.Tensor, torch.Tensor, nn.Parameter, nn.Parameter], tuple
         (lambda x, y, v, w: ((x @ v).tanh() + y @ w, x), True),
         (lambda x, y, v, w: (x @ (v @ w),), True),
         (lambda x, y, v, w: (x * 2, y), True),
+        (lambda x, y, v, w: ((h := x @ v), h.tanh() @ w), False),
         (lambda x, y, v, w: (x @ v @ v,), False),
         (lambda x, y, v, w: (x @ v + y @ v,), False),
         (lambda x, y, v, w: (x + (v @ w).tanh() + y * v.sum(),), False),
         (lambda x, y, v, w: (x @ v, w.exp()), False),
         (lambda x, y, v, w: (x @ v, (h := w.exp()), x + h), False),
     ],
-    ids=["chain", "two", "product", "none", "twice", "both", "side", "lost", "given"],
+    ids=["chain", "two", "product", "none", "sent and used", "twice", "both", "side", "lost", "given"],
 )
 def test_what_can_be_split(graph: Graph, expected: bool) -> None:
     x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))

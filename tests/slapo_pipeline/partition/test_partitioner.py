@@ -71,6 +71,26 @@ def test_stages_hold_the_models_own_modules_and_unused_ones_too() -> None:
     assert not {*first.state_dict()} & {*last.state_dict()}
 
 
+class Gains(nn.Module):
+    """Parameters in a list and a dict, one for each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.gains = nn.ParameterList(torch.ones(4) for _ in range(4))
+        self.shifts = nn.ParameterDict({f"at{index}": torch.zeros(4) for index in range(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x) * self.gains[index] + self.shifts[f"at{index}"]
+        return x.sum()
+
+
+def test_a_part_of_a_list_of_parameters_can_be_printed() -> None:
+    program = assert_same_as_model(Gains(), {"x": torch.randn(2, 4)}, "layers.1")
+    assert ["(gains)" in repr(stage.module) for stage in program.stages] == [True, True]
+
+
 def test_another_shape_and_the_other_mode() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1))
     program = build_program(cut(model, {"input": torch.randn(2, 8)}, "0", "2"))

@@ -65,7 +65,20 @@ class Transposed(nn.Linear):
         return F.linear(x.t().contiguous().tanh().t(), self.weight, self.bias)
 
 
+class Residual(nn.Module):
+    """A cut before the sum sends a value that the stage has used itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return x + torch.tanh(self.linear(x))
+
+
 KINDS: dict[str, Any] = {
+    "residual": Residual,
     "shared memory": SharedMemory,
     "used twice": UsedTwice,
     "hooked": lambda: Hooked(WIDTH, WIDTH),
@@ -86,7 +99,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 def trained(rank: int, kind: str, schedule: str) -> dict[str, torch.Tensor]:
     """Return the gradients of this rank's stages."""
     x, target = data()
-    program = build_program(cut(model(kind), {"input": x[: ROWS // PARTS]}, "0", "1", "2"))
+    inner = ".linear" if kind == "residual" else ""
+    program = build_program(cut(model(kind), {"input": x[: ROWS // PARTS]}, *(f"{index}{inner}" for index in range(3))))
     mine = [rank, 2 * RANKS - 1 - rank] if schedule == "zbv" else [rank, rank + RANKS]
     stages = [build_stage(program, index, "cpu", dist.group.WORLD) for index in mine]
     runtime = SCHEDULES[schedule](stages, PARTS, loss_fn=F.mse_loss)

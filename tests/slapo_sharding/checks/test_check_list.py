@@ -148,7 +148,11 @@ def test_one_line_says_what_is_not_seen() -> None:
 @pytest.mark.parametrize(
     ("check", "variable", "message"),
     [
-        ({"value": False}, "", "check= has 'value', which is not a check; available: rows, injected, syncs, .*, sizes and all"),
+        (
+            {"value": False},
+            "",
+            "check= has 'value', which is not a check; available: rows, .*, sizes; check=False turns all off",
+        ),
         (True, "values,sums", "SLAPO_DISABLE_CHECKS has 'sums', which is not a check; available: rows, injected, syncs"),
         ("values", "", "check is 'values'; give True or False, or a dict such as"),
     ],

@@ -58,6 +58,6 @@ def test_a_mean_that_is_not_the_loss_is_not_taken_for_it(target: str, is_hidden:
                 assert not steps
                 assert "with loss_weights= what each term is a mean over" in last, (name, last)
             elif name == "later":
-                assert "what the loss is a mean over cannot be told" in last
+                assert "the labels that the loss averages over are unknown" in last
             else:
                 assert last < 1e-5, (name, last)

@@ -131,7 +131,9 @@ def prune_tree(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
     These are not copied; the modules above them are.
     """
     prefix = f"{path}." if path else ""
-    copied = object.__new__(type(module))
+    is_list = isinstance(module, (nn.ParameterList, nn.ParameterDict))
+    is_part = any(prefix + name not in keep for name in module._parameters)
+    copied = object.__new__(nn.Module if is_list and is_part else type(module))  # the class of a list expects all its keys
     copied.__dict__.update(module.__dict__)
     for table in _TABLES[:2]:
         copied.__dict__[table] = {name: value for name, value in module.__dict__[table].items() if prefix + name in keep}

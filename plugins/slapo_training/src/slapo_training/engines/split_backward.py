@@ -3,7 +3,8 @@
 For input gradients, ``torch.distributed.pipelining`` runs the autograd nodes between outputs and received tensors. It keeps the
 gradients that arrive at nodes fed by parameters, and computes parameter gradients from them later. This is right only if each
 parameter feeds exactly one such node. Fed to no such node, or to other nodes as well, a parameter would lose gradients. Fed to
-several, it may get its gradient twice, or not at all since an earlier part freed saved tensors.
+several, it may get its gradient twice, or not at all since an earlier part freed saved tensors. The runtime detaches outputs in
+place after the first part, which ends the use of an output by the other outputs' nodes.
 
 A reentrant checkpoint computes parameter gradients on the way, in an unsplit backward only. Post-accumulate hooks are called in
 an unsplit backward only. A hook on a tensor in between would be called in both parts, so the forward records such hooks.
@@ -48,8 +49,8 @@ def note_tensor_hooks(note: Callable[[], None]) -> Iterator[None]:
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
     """Return True if a stage's backward can be split in two.
 
-    Each parameter must feed exactly one node between outputs and received tensors. The graph must have no reentrant checkpoint
-    and no post-accumulate hook.
+    Each parameter must feed exactly one node between outputs and received tensors. No output may be computed from another one.
+    The graph must have no reentrant checkpoint and no post-accumulate hook.
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
@@ -67,6 +68,8 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
             users[child].append(node)
         if not between.isdisjoint(children):
             between.add(node)
+    if any(users[root] and graph[root] for root in roots):
+        return False
     meets: dict[Node, Node | None] = {}
     """The one node between outputs and received tensors that each node feeds; None if it feeds none or several."""
     for node in reversed(graph):
