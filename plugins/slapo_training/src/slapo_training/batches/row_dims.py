@@ -128,7 +128,7 @@ class RowDims:
             return ends
         is_first, is_second = shape[0] == self._rows, self._matches_other_arguments_from_dim_1(path, shape)
         if known is not None:
-            what = f"had its rows in dimension {known} before, and now has the shape {shape} in a batch of {self._rows} rows"
+            what = f"had its rows in dimension {known} before, and now has the shape {shape} in {self._describe_batch()}"
         elif is_first and is_second and _is_integer(tensor):  # activations have rows in dimension 0
             what = f"has the shape {shape}, where dimension 0 or 1 may have the {self._rows} rows"
         elif is_first:
@@ -138,12 +138,15 @@ class RowDims:
         elif self._is_broadcast(tensor):
             return None
         else:
-            sizes = ", ".join(f"{name} {tuple(other.shape)}" for name, other in self._tensors.items())
-            what = f"has the shape {shape} in a batch of {self._rows} rows, {sizes}"
+            what = f"has the shape {shape} in {self._describe_batch()}"
         raise BuildError(
             f"{path!r} {what}; say with batch_dims={{{path.partition('.')[0]!r}: ...}} which dimension has the rows, None if "
             "it goes whole to each micro-batch, or use microbatches=1"
         )
+
+    def _describe_batch(self) -> str:
+        sizes = ", ".join(f"{name} {tuple(other.shape)}" for name, other in self._tensors.items())
+        return f"a batch of {self._rows} rows, {sizes}"
 
     def _matches_other_arguments_from_dim_1(self, path: Path, shape: tuple[int, ...]) -> bool:
         """Return True if the shape from dimension 1 on starts like another argument's shape from dimension 0 on."""
