@@ -35,10 +35,6 @@ MLPS = ("mlp", "DenseReluDense", "intermediate")
 """Last names of modules that hold an activation and what it is of."""
 
 
-MLPS = ("mlp", "DenseReluDense", "intermediate")
-"""Last names of modules that hold an activation and what it is of."""
-
-
 def gated(act: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda gate, up: act(gate) * up
 
@@ -122,7 +118,7 @@ def test_in_one_process(name: str, way: str) -> None:
         names = list(sch.mod.state_dict())
         assert WAYS[way](sch)
         assert list(sch.mod.state_dict()) == names
-        assert_equivalent(before, sch.mod, **batch)
+        assert_equivalent(before, sch.mod, atol=2e-5, **batch)  # kernels add in another order; in float64 the difference is 1e-12
 
 
 def split(rank: int, name: str, way: str) -> None:
