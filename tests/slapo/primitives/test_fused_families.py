@@ -118,7 +118,9 @@ def test_in_one_process(name: str, way: str) -> None:
         names = list(sch.mod.state_dict())
         assert WAYS[way](sch)
         assert list(sch.mod.state_dict()) == names
-        assert_equivalent(before, sch.mod, atol=2e-5, **batch)  # kernels add in another order; in float64 the difference is 1e-12
+        assert_equivalent(
+            before, sch.mod, atol=2e-5, **batch
+        )  # kernels add in another order
 
 
 def split(rank: int, name: str, way: str) -> None:

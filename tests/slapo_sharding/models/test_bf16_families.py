@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core import Schedule, create_schedule
@@ -23,6 +24,9 @@ FACTOR = {2: 2.0, 4: 3.0}
 
 UNLUCKY = {(2, "clip"), (4, "t5")}
 """Families with twice the allowed error. With other seeds they need less, and in float64 they are equal within 1e-14."""
+
+WHOLE_SEQUENCE = {(4, "gpt_oss")}
+"""Families whose two key heads four ranks cannot share: only the experts are split, which the sequence cannot follow."""
 
 WIDE = {"intermediate_size": 64, "moe_intermediate_size": 64}
 """Families whose grouped products need rows of a multiple of 16 bytes in each shard, which torch requires in bf16."""
@@ -76,7 +80,8 @@ def errors(rank: int, name: str, factor: float) -> dict[str, tuple[float, float]
     exact = _unmodified(*of_dtype(torch.float32, copy.deepcopy(model), batch))
     allowed = _allowed(_unmodified(copy.deepcopy(model), batch), exact, factor)
     found = {}
-    for sequence_parallel in (False, True) if name in ALLOWED else (False,):
+    along_sequence = name in ALLOWED and (dist.get_world_size(), name) not in WHOLE_SEQUENCE
+    for sequence_parallel in (False, True) if along_sequence else (False,):
         sharded = _computed(split(copy.deepcopy(model), batch, sequence_parallel), batch)
         assert sharded.keys() == exact.keys()
         for key, value in exact.items():
