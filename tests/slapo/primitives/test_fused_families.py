@@ -118,9 +118,7 @@ def test_in_one_process(name: str, way: str) -> None:
         names = list(sch.mod.state_dict())
         assert WAYS[way](sch)
         assert list(sch.mod.state_dict()) == names
-        assert_equivalent(
-            before, sch.mod, atol=2e-5, **batch
-        )  # kernels add in another order
+        assert_equivalent(before, sch.mod, atol=2e-5, **batch)  # kernels add in another order
 
 
 def split(rank: int, name: str, way: str) -> None:
