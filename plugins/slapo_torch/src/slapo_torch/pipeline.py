@@ -1,8 +1,7 @@
 """This rank's stages of a pipeline on ``torch.distributed.pipelining``.
 
-Beyond that package's documentation and the names in ``_torch_pipelining``, this module relies on two facts: schedules call
-``forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk`` of their stages, and stages have the attributes
-``fwd_cache``, ``bwd_cache``, ``backward_state`` and ``dw_runner``.
+Beyond that package's documentation and the names in ``_torch_pipelining``, this module relies on the facts that ``ExactStage``
+relies on.
 """
 
 from __future__ import annotations
