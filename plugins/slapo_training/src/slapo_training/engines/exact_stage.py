@@ -1,8 +1,9 @@
 """Stage for the schedules of ``torch.distributed.pipelining``, whose gradients are those of the unmodified model.
 
 Beyond that package's documentation, this module relies on two facts: schedules call ``forward_one_chunk``,
-``backward_one_chunk`` and ``backward_weight_one_chunk`` of their stages, and ``clear_runtime_states`` as a step begins; and stages
-have the attributes ``submod``, ``has_backward``, ``fwd_cache``, ``bwd_cache``, ``backward_state`` and ``dw_runner``.
+``backward_one_chunk`` and ``backward_weight_one_chunk`` of their stages, and ``clear_runtime_states`` as a step
+begins; and stages have the attributes ``submod``, ``has_backward``, ``fwd_cache``, ``bwd_cache``,
+``backward_state`` and ``dw_runner``.
 """
 
 from __future__ import annotations
