@@ -110,9 +110,14 @@ def trained(rank: int, kind: str, schedule: str) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
 
 
+CASES = [(kind, schedule) for kind in KINDS for schedule in SCHEDULES]
+FAST = [*((kind, "zero bubble") for kind in KINDS), ("shared memory", "interleaved"), ("residual", "zbv")]
+
+
 @pytest.mark.multiproc
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CASES]
+)
 def test_gradients_are_those_of_the_model(kind: str, schedule: str) -> None:
     plain, (x, target) = model(kind), data()
     for part, label in zip(x.chunk(PARTS), target.chunk(PARTS), strict=True):
