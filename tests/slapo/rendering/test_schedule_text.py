@@ -199,6 +199,13 @@ def test_steps_on_a_replaced_module_are_not_those_of_the_new_one() -> None:
     assert "gone modules  h.0.fc: checkpoint, h.0: checkpoint" in shown(sch)
 
 
+def test_a_model_that_is_replaced_is_named() -> None:
+    sch = create_schedule(Block())
+    sch.checkpoint()
+    sch.replace(Block())
+    assert "gone modules  the model: checkpoint" in shown(sch)
+
+
 def test_only_consecutive_numbers_are_a_range() -> None:
     sch = create_schedule(nn.ModuleDict({name: nn.ReLU() for name in ("1", "3", "9")}))
     assert "1, 3, 9: 3 x ReLU" in tree(sch)

@@ -87,7 +87,7 @@ def _removed_modules(sch: Schedule, places: StepPlaces) -> list[str]:
     root = sch.get_top_schedule()
     removed = {path: names for path, names in places.names.items() if path and path not in root}
     gone = {path: places.replaced.get(path, []) + removed.get(path, []) for path in {**places.replaced, **removed}}
-    return [f"{printable(path)}: {format_tally(names)}" for path, names in gone.items()]
+    return [f"{printable(path) or 'the model'}: {format_tally(names)}" for path, names in gone.items()]
 
 
 def view_of_program(program: Program) -> View:
