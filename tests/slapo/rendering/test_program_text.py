@@ -139,3 +139,10 @@ def test_parameters_of_zero_3_are_ranges_of_flat_tensors() -> None:
 def test_an_engine_of_megatron_is_shown_alike() -> None:
     _, (_, engine, _) = run_distributed(on_two_ranks, 2, {"dp": 2}, {}, "megatron", timeout=100)
     assert engine.startswith("MegatronEngine\ntarget     megatron\noptions    optimizer=SGD(lr=0.1), loss_fn=NLLLoss()\n")
+
+
+def test_a_checkpoint_is_shown_without_a_journal() -> None:
+    sch = slapo.create_schedule(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))))
+    sch["1"].checkpoint()
+    lines = str(slapo.build_program(sch)).splitlines()
+    assert ["wrapped in CheckpointWrapper" in line for line in lines if ": Sequential" in line] == [False, True, False]

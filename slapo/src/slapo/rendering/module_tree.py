@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Program, shard_spec
+from slapo_tracing.nodes import forward_wrappers
 
 from .short_values import join_first, printable, truncate
 from .step_places import StepPlaces
@@ -83,6 +84,7 @@ class TreeBuilder:
         self, names: Mapping[int, tuple[str, ...]], places: StepPlaces | None = None, program: Program | None = None
     ) -> None:
         self._names, self._places = names, places or StepPlaces(())
+        self._has_journal = places is not None
         self._stages: dict[str, set[int]] = {}
         self._are_freed = False
         if program is not None and len(program.stages) > 1:
@@ -114,6 +116,8 @@ class TreeBuilder:
         if (first := self._paths.setdefault(id(module), path)) != path:
             node.notes = (f"the module of {printable(first) or 'the top'}",)
             return _KeyedNode(node, self._key(node, path, 0), around)
+        if not self._has_journal:
+            node.notes = tuple(f"wrapped in {_wrapper_name(each)}" for each in forward_wrappers(module))
         own = self._stages.get(path, around)
         self._add_parameters(node, module, path)
         held = [(key, child) for key, child in vars(module)["_modules"].items() if child is not None]
@@ -227,6 +231,11 @@ def _merge_equal_siblings(children: Iterable[_KeyedNode]) -> list[ModuleNode]:
             node.name = _group_label([node.name, *(found.node.name for found in others)])
         nodes.append(node)
     return nodes
+
+
+def _wrapper_name(wrapper: Any) -> str:
+    """Return the name of a wrapper of a forward, such as ``CheckpointWrapper``."""
+    return printable(str(getattr(wrapper, "__name__", type(wrapper).__name__)))
 
 
 def _group_label(names: list[str]) -> str:
