@@ -1,0 +1,1 @@
+"""Runs of stages on fake tensors, and what they record."""
