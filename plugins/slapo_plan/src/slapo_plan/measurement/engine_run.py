@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..records import Work
+from ._torch_private import FakeTensor
 from .run_recorder import RunRecorder
 
 
@@ -36,7 +37,7 @@ def measure_step(step: Callable[[], Any]) -> MeasuredStep:
     """
     recorder = RunRecorder()
     gc.collect()
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and not value.is_meta]
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor) and _has_memory(value)]
     recorder.memory.add(tensors)
     recorder.memory.add([value.grad for value in tensors if value.is_leaf and value.grad is not None])
     del tensors
@@ -45,3 +46,7 @@ def measure_step(step: Callable[[], Any]) -> MeasuredStep:
     with recorder:
         step()
     return MeasuredStep(held, recorder.memory.peak, recorder.take_work())
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
