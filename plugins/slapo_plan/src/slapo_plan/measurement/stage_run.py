@@ -14,7 +14,7 @@ from slapo_core import Stage
 from slapo_tracing.recording import Sandbox
 
 from ..records import Work
-from .run_recorder import OperatorObserver, RunRecorder
+from .run_recorder import RunRecorder
 from .storage_tracker import storage_bytes
 
 StageForward = Callable[[tuple[torch.Tensor, ...], Mapping[str, Any]], Any]
@@ -63,7 +63,7 @@ class StageRecord:
     gradients: int
 
 
-def run_stage(stage: Stage, part: Mapping[str, Any], forward: StageForward, operators: OperatorObserver | None = None) -> StageRecord:
+def run_stage(stage: Stage, part: Mapping[str, Any], forward: StageForward) -> StageRecord:
     """Run one micro-batch twice through a stage, forward and backward, on fake tensors; the model does not change.
 
     Values that depend on the batch alone are real, so that models decide by them as in training.
@@ -72,11 +72,10 @@ def run_stage(stage: Stage, part: Mapping[str, Any], forward: StageForward, oper
         stage: The stage; its weights may be on meta.
         part: Arguments of one micro-batch, with labels; real tensors.
         forward: Calls the stage as its engine does.
-        operators: Records operators.
     """
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
-        run = _StageRun(stage, part, forward, sandbox, RunRecorder(operators))
+        run = _StageRun(stage, part, forward, sandbox, RunRecorder())
         first = run.microbatch()
         return run.record(first, run.microbatch())
 

@@ -191,7 +191,10 @@ class StageCall(nn.Module):
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
         held = {
-            storage_key(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper_subclass(tensor)
+            storage_key(tensor)
+            for table in tables
+            for tensor in table
+            if tensor is not None and not is_wrapper_subclass(tensor)
         }
         # copy a module's own memory, which later micro-batches may change before the send
         return tuple(
