@@ -34,9 +34,7 @@ class TorchStepModel(StepModel):
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         ddp = program.axis_size("dp") > 1 and config.get("data_parallel", Options.data_parallel) == "ddp"
         staged, several = len(program.stages) > 1, kind_of(_schedule(config)).stages_per_rank != 1
-        return MemoryRules(
-            keeps_gradients=ddp and not (staged and several), receive_buffers=staged, keeps_sent=staged and several
-        )
+        return MemoryRules(buckets=ddp and not (staged and several), receive_buffers=staged, keeps_sent=staged and several)
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

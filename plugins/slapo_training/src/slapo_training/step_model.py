@@ -40,12 +40,13 @@ class MemoryRules(NamedTuple):
     """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
 
     Args:
-        keeps_gradients: True if gradients have memory between steps, e.g. in buckets.
+        buckets: True if gradients have buckets that stay between steps. With one micro-batch gradients are views of them, with
+            several they are copied there in the last one.
         receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
         keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
     """
 
-    keeps_gradients: bool = False
+    buckets: bool = False
     receive_buffers: bool = False
     keeps_sent: bool = False
 

@@ -28,3 +28,10 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     found = resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(found))
+
+
+def fake_store() -> Any:
+    """Return the store of a process group whose other ranks do not exist, for the backend ``"fake"``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
+
+    return FakeStore()

@@ -11,7 +11,7 @@ from .operator_recorder import OperatorRecorder
 from .storage_tracker import StorageTracker
 
 
-class RunRecorder(OperatorRecorder):
+class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Recorder of operators and collectives that counts memory, too.
 
     Attributes:
