@@ -67,7 +67,12 @@ def plan(stages: int = 8, microbatches: int = 16, memory: float = 80 * GIB) -> d
         "layout": {"tp": 8, "pp": stages, "dp": 16},
         "target": "torch",
         "hardware": {"name": "h100-80g", "memory_bytes": memory},
-        "settings": {"pipeline_schedule": "1f1b", "microbatches": microbatches, "sequence_parallel": True, "optimizer": "AdamW"},
+        "settings": {
+            "pipeline_schedule": "1f1b",
+            "microbatches": microbatches,
+            "sequence_parallel": True,
+            "optimizer": "AdamW",
+        },
         "ranks": ranks,
         "collectives": [
             {"kind": "all_reduce", "axis": "tp", "count": 2560, "nbytes": 640 * GIB, "link": "within a node"},
@@ -91,7 +96,11 @@ def tuning(number: int = 40, seed: int = 0) -> dict[str, Any]:
     draw = random.Random(seed)
     trials, so_far, best = [], [], None
     for index in range(number):
-        values = {"tp": draw.choice([1, 2, 4]), "microbatches": draw.choice([1, 2, 4, 8]), "checkpointed": draw.randrange(0, 33)}
+        values = {
+            "tp": draw.choice([1, 2, 4]),
+            "microbatches": draw.choice([1, 2, 4, 8]),
+            "checkpointed": draw.randrange(0, 33),
+        }
         trial: dict[str, Any] = {"number": index, "values": values, "predicted": 0.02 + draw.random() * 0.05}
         kind = draw.random()
         if kind < 0.1:

@@ -97,7 +97,7 @@ summary { cursor: pointer; } summary:focus-visible { outline: 2px solid var(--ow
 }
 @media print { body { background: none; } section { break-inside: avoid; } }
 """
-"""What all pages have, line charts and timelines among it."""
+"""Rules of all pages, with line charts and timelines."""
 
 CHART_STYLE = """
 :root { --s6: #566176; --s7: #b3261e; --s8: #4d6b00; --s9: #5540b8; --heat: #1d5fd1; }
@@ -109,13 +109,16 @@ CHART_STYLE = """
 .picked { color: var(--soft); font-size: 12px; margin: 8px 0 0; min-height: 18px; overflow-wrap: anywhere; }
 .read-mark { outline: 2px solid var(--ink); outline-offset: 1px; z-index: 2; }
 .part { position: absolute; top: 0; bottom: 0; overflow: hidden; border-radius: 3px; font: 600 11px/30px system-ui, sans-serif;
-  text-align: center; color: var(--bar-ink); box-shadow: inset 0 0 0 1px var(--card); white-space: nowrap; }
+  text-align: center; color: var(--bar-ink); box-shadow: inset 0 0 0 1px var(--card); }
+.part::before { content: ""; display: inline-block; }
 .part-0 { --kind: var(--s0); } .part-1 { --kind: var(--s1); } .part-2 { --kind: var(--s2); } .part-3 { --kind: var(--s3); }
 .part-4 { --kind: var(--s4); } .part-5 { --kind: var(--s5); } .part-6 { --kind: var(--s6); } .part-7 { --kind: var(--s7); }
 .part-8 { --kind: var(--s8); } .part-9 { --kind: var(--s9); }
 .part[class*=part-] { background: var(--kind); }
 .key[class*=part-]::before { background: var(--kind); height: 11px; vertical-align: -1px; }
-.limit-mark { position: absolute; top: -6px; bottom: 0; border-left: 2px dashed var(--bad); pointer-events: none; }
+.stacked .row, .shares .row { grid-template-columns: 132px minmax(0, 1fr) 66px; } .shares .who { overflow-wrap: anywhere; }
+.limit-mark { position: absolute; top: -6px; bottom: 0; border-left: 2px solid var(--bad); outline: 1px solid var(--card);
+  pointer-events: none; }
 .limit-row .track { background: none; height: 16px; } .limit-row { margin-top: 0; }
 .limit-row .track span { position: absolute; white-space: nowrap; color: var(--bad); font-size: 12px; line-height: 16px; }
 .over { color: var(--bad); font-weight: 600; }
@@ -138,7 +141,8 @@ CHART_STYLE = """
   background: var(--own); }
 .point.stopped { background: var(--card); border-color: var(--soft); }
 .point.failed { background: var(--card); border-color: var(--bad); border-radius: 0; }
-.point.best { width: 16px; height: 16px; margin: -8px 0 0 -8px; background: var(--good); border-color: var(--card); }
+.point.best { z-index: 1; width: 16px; height: 16px; margin: -8px 0 0 -8px;
+  background: var(--good); border-color: var(--card); }
 .interval { position: absolute; width: 0; border-left: 2px solid var(--own); opacity: .45; margin-left: -1px; }
 .mark-key::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; border-radius: 50%;
   border: 2px solid var(--own); background: var(--own); vertical-align: -1px; }
@@ -153,12 +157,19 @@ CHART_STYLE = """
 .sortable th[aria-sort=descending] button::after { content: "\\2193"; }
 .sortable th button:focus-visible { outline: 2px solid var(--own); outline-offset: 2px; border-radius: 3px; }
 .sortable .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.sortable td { overflow-wrap: anywhere; min-width: 56px; } .sortable tbody tr:hover { background: var(--tint); }
+.sortable .short { white-space: nowrap; } .sortable .long { min-width: 220px; overflow-wrap: break-word; }
+.sortable tbody tr:hover { background: var(--tint); }
 .beside { display: flex; flex-wrap: wrap; gap: 24px 40px; align-items: flex-start; }
-.beside > * { flex: 1 1 300px; min-width: 0; } .beside > .traffic { flex: 0 1 auto; max-width: 100%; }
+.beside > * { flex: 1 1 440px; min-width: 0; } .beside > .traffic { flex: 0 1 auto; max-width: 100%; }
 .sentences { margin: 0; padding-left: 20px; } .sentences li { overflow-wrap: anywhere; margin-bottom: 4px; }
 .below { margin-top: 22px; }
+@media (max-width: 560px) {
+  .cards { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .stacked .row, .shares .row { grid-template-columns: minmax(0, 1fr) max-content; gap: 2px 10px; }
+  .stacked .track, .shares .track { grid-column: 1 / -1; grid-row: 2; }
+  .stacked .who small { display: inline; margin-left: 6px; } .limit-mark { top: 0; }
+}
 @media print { .part, .cell, .cell::before, .point, .bar, .key::before, .ramp, .dense { print-color-adjust: exact;
   -webkit-print-color-adjust: exact; } .picked { display: none; } .sortable th button::after { content: none; } }
 """
-"""Bars, heat maps, points and sortable tables."""
+"""Rules of stacked bars, heat maps, points and sortable tables."""

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+LONGEST_ON_ONE_LINE = 24
+"""Characters of the longest cell of a column whose cells are not wrapped."""
+
 
 class Cell(NamedTuple):
     """A cell whose text is not what a table is sorted by.
@@ -41,12 +44,12 @@ def sortable_table(head: Sequence[str], rows: Sequence[Sequence[object]], captio
         caption: Name of the table for screen readers.
     """
     columns = [[row[index] for row in rows if row[index] not in (None, "")] for index in range(len(head))]
-    numeric = [all(_value(cell) is not None for cell in column) for column in columns]
+    sides = list(map(_side, columns))
     titles = "".join(
-        f'<th scope="col" aria-sort="none"{_side(number)}><button type="button">{escape(title)}</button></th>'
-        for title, number in zip(head, numeric, strict=True)
+        f'<th scope="col" aria-sort="none" class="{side}"><button type="button">{escape(title)}</button></th>'
+        for title, side in zip(head, sides, strict=True)
     )
-    body = "".join(f"<tr>{''.join(map(_cell, row, numeric))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row, sides))}</tr>" for row in rows)
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table class="sortable">'
         f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -59,10 +62,10 @@ def _value(cell: object) -> float | None:
     return float(cell) if isinstance(cell, (int, float)) and not isinstance(cell, bool) else None
 
 
-def _cell(cell: object, number: bool) -> str:
+def _cell(cell: object, side: str) -> str:
     value = _value(cell)
     data = f' data-value="{value!r}"' if value is not None and value == value else ""
-    return f"<td{_side(number)}{data}>{escape(_text(cell))}</td>"
+    return f'<td class="{side}"{data}>{escape(_text(cell))}</td>'
 
 
 def _text(cell: object) -> str:
@@ -71,5 +74,8 @@ def _text(cell: object) -> str:
     return "" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
-def _side(number: bool) -> str:
-    return ' class="number"' if number else ""
+def _side(column: Sequence[object]) -> str:
+    """Return the class of a column: numbers stand to the right, and short words on one line."""
+    if all(_value(cell) is not None for cell in column):
+        return "number"
+    return "short" if max(len(_text(cell)) for cell in column) <= LONGEST_ON_ONE_LINE else "long"

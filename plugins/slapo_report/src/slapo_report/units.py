@@ -30,12 +30,12 @@ _COUNTS = tuple(Scale(unit, 1000**power) for power, unit in enumerate(("", "K", 
 
 def byte_scale(largest: float) -> Scale:
     """Return the largest binary unit of which ``largest`` bytes have one or more."""
-    return _fitting(_BYTES, largest)
+    return _scale_for(_BYTES, largest)
 
 
 def second_scale(largest: float) -> Scale:
     """Return the unit for times up to ``largest`` seconds: minutes from 2 minutes on, hours from 2 hours on."""
-    return _fitting(_SECONDS, largest / 2 if largest >= 60 else largest)
+    return _scale_for(_SECONDS, largest / 2 if largest >= 60 else largest)
 
 
 def format_bytes(count: float) -> str:
@@ -50,7 +50,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_flops(count: float) -> str:
     """Return a number of floating-point operations, e.g. ``"3.20 PFLOP"``."""
-    scale = _fitting(_COUNTS, count)
+    scale = _scale_for(_COUNTS, count)
     return f"{_three_digits(count / scale.size)} {scale.unit}FLOP"
 
 
@@ -64,7 +64,7 @@ def format_count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _fitting(scales: tuple[Scale, ...], largest: float) -> Scale:
+def _scale_for(scales: tuple[Scale, ...], largest: float) -> Scale:
     """Return the largest unit of which there is one or more once rounded to three digits."""
     fitting = [scale for scale in scales if abs(largest) >= 0.9995 * scale.size]
     return fitting[-1] if fitting else scales[0]

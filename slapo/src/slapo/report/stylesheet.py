@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import slapo_report
+from slapo_report import STYLE as PAGE_STYLE
 
 TREE_STYLE = """
 .tree { font-size: 13px; } .tree details, .tree .leaf { padding-left: 16px; border-left: 1px solid var(--rule); }
@@ -23,4 +23,4 @@ TREE_STYLE = """
 .calls { margin: 2px 0 6px 15px; padding: 0; list-style: none; } .calls li { overflow-wrap: anywhere; }
 """
 
-STYLE = slapo_report.STYLE + TREE_STYLE
+STYLE = PAGE_STYLE + TREE_STYLE

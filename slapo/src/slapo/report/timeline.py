@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import slapo_report
+from slapo_report import timeline as timeline_figure
 from slapo_torch.timeline import COMPUTES, MESSAGES, Bubble, bubble
 
 WAITS = (
@@ -34,7 +34,7 @@ def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
     found = ", ".join(f"{100 * each.measured:.0f}% ({100 * each.ideal:.0f}%)" for each in _bubbles(events))
     bubbles = f"Bubble {found}; {WAITS}; " if found else ""
     note = f"{bubbles}{BUSY}{ON_GPUS if device == 'cuda' else ''}."
-    return slapo_report.timeline(events, title="Last step", note=note, names=COMPUTES)
+    return timeline_figure(events, title="Last step", note=note, names=COMPUTES)
 
 
 def _bubbles(events: Sequence[Mapping[str, Any]]) -> list[Bubble]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from .axes import Axis
-from .reading import readable
+from .mark_frame import mark_frame
 
 STYLES = ("done", "stopped", "failed", "best")
 """Looks of a point: filled, hollow, a red square, large."""
@@ -59,8 +59,7 @@ def scatter(
         diagonal: Draw the line on which both coordinates are equal.
     """
     keys = "".join(f'<span class="mark-key {style}">{escape(name)}</span>' for style, name in legend)
-    ordered = sorted(points, key=lambda point: point.style == "best")
-    marks = "".join(_interval(point, x, y) for point in points) + "".join(_point(point, x, y) for point in ordered)
+    marks = "".join(_interval(point, x, y) for point in points) + "".join(_point(point, x, y) for point in points)
     line = f'<path class="line own" d="{_stairs(curve, x, y)}"/>' if curve else ""
     low, high = max(x.low, y.low), min(x.high, y.high)
     if diagonal and low < high:
@@ -75,7 +74,7 @@ def scatter(
 <figure class="chart">
 <figcaption><h3>{escape(title)}</h3><span class="legend">{keys}</span></figcaption>
 <div class="y-label">{escape(y_label)}</div>
-{readable(plot, f"{title}: {len(points)} points, {y_label} over {x_label}")}
+{mark_frame(plot, f"{title}: {len(points)} points, {y_label} over {x_label}")}
 </figure>"""
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from html import escape
 
 from ..units import format_percent
-from .reading import readable
 
 
 def share_bars(title: str, shares: Mapping[str, float]) -> str:
@@ -24,7 +23,7 @@ def share_bars(title: str, shares: Mapping[str, float]) -> str:
     return f"""
 <figure class="shares">
 <figcaption><h3>{escape(title)}</h3></figcaption>
-{readable(rows, f"{title}: {len(shares)} bars")}
+{rows}
 </figure>"""
 
 

@@ -9,7 +9,7 @@ from html import escape
 from ..units import Scale, format_percent
 from .axes import Axis, axis_from_zero
 from .line_chart import Limit
-from .reading import readable
+from .mark_frame import mark_frame
 
 COLOURS = 10
 """Number of colours; further kinds begin with the first again."""
@@ -49,7 +49,7 @@ def stacked_bars(title: str, bars: Sequence[StackedBar], scale: Scale, *, limit:
 
     Args:
         title: Heading of the figure.
-        bars: The rows, from top to bottom; at least one.
+        bars: The rows, from top to bottom; at least one. The legend of a single one has its values.
         scale: Unit of all values.
         limit: A value that no bar should pass, drawn through all rows; bars that do are marked.
     """
@@ -57,10 +57,12 @@ def stacked_bars(title: str, bars: Sequence[StackedBar], scale: Scale, *, limit:
     colours = {kind: index % COLOURS for index, kind in enumerate(kinds)}
     largest = max(max(bar.shown_total, sum(bar.shown_parts.values())) for bar in bars)
     axis = axis_from_zero(max(largest, 1.05 * limit.value if limit else 0.0) / scale.size)
-    legend = "".join(f'<span class="key part-{colours[kind]}">{escape(kind)}</span>' for kind in kinds)
+    single = bars[0].shown_parts if len(bars) == 1 else {}
+    names = {kind: f"{kind} {scale.format(single[kind])}" if single else kind for kind in kinds}
+    legend = "".join(f'<span class="key part-{colours[kind]}">{escape(name)}</span>' for kind, name in names.items())
     rows = "".join(_row(bar, axis, scale, colours, limit) for bar in bars)
-    head = _limit_label(limit, axis, scale) if limit else ""
-    frame = readable(head + rows, f"{title}: {len(bars)} rows, in {scale.unit}")
+    drawn = (_limit_label(limit, axis, scale) if limit else "") + rows + _ticks(axis, scale)
+    frame = drawn if single else mark_frame(drawn, f"{title}: {len(bars)} rows, in {scale.unit}")
     return f"""
 <figure class="stacked">
 <figcaption><h3>{escape(title)}</h3><span class="legend">{legend}</span></figcaption>
@@ -76,7 +78,7 @@ def _row(bar: StackedBar, axis: Axis, scale: Scale, colours: Mapping[str, int], 
         title = f"{bar.name}, {kind}: {scale.format(value)}, {share} of {scale.format(bar.shown_total)}"
         pieces.append(
             f'<i class="part part-{colours[kind]}" style="left:{axis.at(left / scale.size):.3f}%;width:{width:.3f}%"'
-            f' title="{escape(title)}">{escape(scale.format(value))}</i>'
+            f' title="{escape(title)}">{scale.format(value).replace(" ", "&nbsp;")}</i>'
         )
         left += value
     over = limit is not None and bar.shown_total > limit.value
@@ -89,7 +91,14 @@ def _row(bar: StackedBar, axis: Axis, scale: Scale, colours: Mapping[str, int], 
     )
 
 
+def _ticks(axis: Axis, scale: Scale) -> str:
+    ticks = "".join(f'<span class="tick x" style="left:{axis.at(tick):.2f}%">{tick:g}</span>' for tick in axis.ticks)
+    row = f'<div class="row axis" aria-hidden="true"><span></span><div class="track">{ticks}</div><span></span></div>'
+    return f'{row}<div class="x-label">{escape(scale.unit)}</div>'
+
+
 def _limit_label(limit: Limit, axis: Axis, scale: Scale) -> str:
-    place = 100 - axis.at(limit.value / scale.size)
-    label = f'<span style="right:{place:.3f}%">{escape(f"{limit.name}: {scale.format(limit.value)}")}</span>'
+    at = axis.at(limit.value / scale.size)
+    place = f"right:{100 - at:.3f}%" if at > 50 else f"left:{at:.3f}%"
+    label = f'<span style="{place}">{escape(f"{limit.name}: {scale.format(limit.value)}")}</span>'
     return f'<div class="row limit-row"><span></span><div class="track">{label}</div><span></span></div>'

@@ -8,7 +8,7 @@ from html import escape
 from itertools import repeat
 
 from ..units import format_bytes
-from .reading import readable
+from .mark_frame import mark_frame
 
 MOST_GROUPS = 32
 """Rows of the map; more groups are drawn as neighbours together."""
@@ -33,7 +33,7 @@ def traffic_matrix(title: str, labels: Sequence[str], sent: Sequence[Sequence[fl
             f"traffic_matrix: {len(labels)} labels for {len(sent)} rows of {sorted({len(row) for row in sent})} values; "
             "give each label a row and a column"
         )
-    labels, sent = _joined(labels, sent)
+    labels, sent = _sum_neighbours(labels, sent)
     found = [value for row in sent for value in row if value > 0]
     smallest, largest = min(found, default=0.0), max(found, default=0.0)
     log = smallest > 0 and largest / smallest > LOG_FROM
@@ -46,7 +46,9 @@ def traffic_matrix(title: str, labels: Sequence[str], sent: Sequence[Sequence[fl
         f'<span class="ramp-label">{low}</span><span class="ramp"></span>'
         f'<span class="ramp-label">{format_bytes(largest)}{", log scale" if log else ""}</span>'
     )
-    frame = readable(grid, f"{title}: {len(labels)} rows and columns, the largest {format_bytes(largest)}", columns=len(labels))
+    frame = mark_frame(
+        grid, f"{title}: {len(labels)} rows and columns, the largest {format_bytes(largest)}", columns=len(labels)
+    )
     return f"""
 <figure class="traffic">
 <figcaption><h3>{escape(title)}</h3><span class="legend">{scale}</span></figcaption>
@@ -71,7 +73,7 @@ def _shade(value: float, smallest: float, largest: float, log: bool) -> float:
     return 0.12 + 0.88 * part
 
 
-def _joined(labels: Sequence[str], sent: Sequence[Sequence[float]]) -> tuple[Sequence[str], Sequence[Sequence[float]]]:
+def _sum_neighbours(labels: Sequence[str], sent: Sequence[Sequence[float]]) -> tuple[Sequence[str], Sequence[Sequence[float]]]:
     """Return the sums over neighbours, so that ``MOST_GROUPS`` or fewer are left."""
     every = math.ceil(len(labels) / MOST_GROUPS)
     if every == 1:

@@ -79,17 +79,18 @@ def _limit(data: Data) -> Limit | None:
 def _verdict(data: Data, ranks: Sequence[Data]) -> str:
     problems, limit = list(data.get("problems") or ()), _limit(data)
     fullest = max(ranks, key=peak_of, default=None)
-    over = fullest is not None and limit is not None and peak_of(fullest) > limit.value
-    if problems:
-        lead = "Does not fit" if over else "This plan does not work"
-        return verdict(False, lead, ": " + format_count(len(problems), "problem"), sentences(problems))
+    listed = sentences(problems)
     if fullest is None or limit is None:
-        return ""
-    when = f", at {fullest['when']}" if fullest.get("when") else ""
+        lead = f"This plan has {format_count(len(problems), 'problem')}"
+        return verdict(False, lead, ":", listed) if problems else ""
     peak, verb = peak_of(fullest), "need" if count_of(fullest) > 1 else "needs"
+    over = peak > limit.value
     share = f"{format_bytes(peak)} of the {format_bytes(limit.value)} ({format_percent(peak / limit.value)}) of {limit.name}"
-    lead = "Does not fit" if over else "Fits"
-    return verdict(not over, lead, f": {name_of(fullest)} {verb} the most memory, {share}{when}.")
+    when = f" (peak: {fullest['when']})" if fullest.get("when") else ""
+    words = f": {name_of(fullest)} {verb} the most memory, {share}{when}."
+    if problems and not over:
+        return verdict(False, "The memory fits, but this plan does not work", words, listed)
+    return verdict(not over, "Does not fit" if over else "Fits", words, listed)
 
 
 def _cards(data: Data, ranks: Sequence[Data]) -> str:
@@ -99,7 +100,7 @@ def _cards(data: Data, ranks: Sequence[Data]) -> str:
         values["peak memory"] = format_bytes(max(map(peak_of, ranks)))
         values["ranks"] = f"{sum(map(count_of, ranks)):,}"
     if (data.get("flops") or {}).get("model") is not None:
-        values["model per step"] = format_flops(data["flops"]["model"])
+        values["FLOPs of a step"] = format_flops(data["flops"]["model"])
     return cards(values) if values else ""
 
 
@@ -107,7 +108,7 @@ def _memory(ranks: Sequence[Data], limit: Limit | None) -> str:
     if not ranks:
         return ""
     table = memory_table(ranks, limit)
-    return section("Memory", memory_bars(ranks, limit), _folded("All values", table))
+    return section("Memory", memory_bars(ranks, limit), _details("All values", table))
 
 
 def _time_parts(data: Data) -> str:
@@ -139,7 +140,7 @@ def _traffic(data: Data) -> str:
     head = ("kind", "axis", "link", "number", "bytes", "mean")
     rows = [_collective(each) for each in collectives]
     table = f"<div><h3>Collectives and messages of a step</h3>{sortable_table(head, rows, 'Collectives')}</div>" if rows else ""
-    values = _folded("All values", _traffic_table(traffic)) if matrix else ""
+    values = _details("All values", _traffic_table(traffic)) if matrix else ""
     return section("Traffic", f'<div class="beside">{matrix}{table}</div>' if matrix or table else "", values)
 
 
@@ -175,5 +176,5 @@ def _settings(data: Data) -> str:
     return f'<div class="two">{tables}</div>' if tables else ""
 
 
-def _folded(summary: str, body: str) -> str:
+def _details(summary: str, body: str) -> str:
     return f'<details class="more"><summary>{summary}</summary>{body}</details>'

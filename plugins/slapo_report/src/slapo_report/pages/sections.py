@@ -27,11 +27,11 @@ def settings_table(head: tuple[str, str], values: Mapping[str, Any]) -> str:
         values: Name to value; None is left out. Names that end in ``bytes``, ``seconds``, ``flops`` or ``share`` tell the
             unit of a number, and lose it.
     """
-    rows = [_named(name, value) for name, value in values.items() if value is not None]
+    rows = [_setting_row(name, value) for name, value in values.items() if value is not None]
     return table(head, rows, "words") if rows else ""
 
 
-def _named(name: str, value: Any) -> tuple[str, str]:
+def _setting_row(name: str, value: Any) -> tuple[str, str]:
     stem, _, unit = name.rpartition("_")
     if unit in _UNITS and stem and _is_number(value):
         return stem.replace("_", " "), _UNITS[unit](value)

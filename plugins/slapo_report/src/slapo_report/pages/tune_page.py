@@ -51,9 +51,9 @@ def tune_page(data: Data) -> str:
         section("Importance", share_bars("Share of the differences in throughput", data["importances"]))
         if data.get("importances")
         else "",
-        section("All trials", _trial_table(trials, best)),
         section("Failures", sentences(data.get("failures") or ())),
         section("Search", f'<div class="two">{tables}</div>' if tables else ""),
+        section("All trials", _trial_table(trials, best)),
     ]
     return document(
         data.get("title") or "Tuning",
@@ -89,9 +89,9 @@ def _cards(trials: Sequence[Data], best: Data | None) -> str:
     values |= {"stopped or skipped": str(styles.count("stopped")), "failed": str(styles.count("failed"))}
     if best is not None and best.get("throughput") is not None:
         values[f"best, {UNIT}"] = f"{best['throughput']:.5g}"
-        first = next((trial["throughput"] for trial in trials if trial.get("throughput")), None)
-        if first:
-            values["of the first trial's"] = f"{best['throughput'] / first:.2f} x"
+        first = next((trial for trial in trials if trial.get("throughput")), best)
+        if first is not best:
+            values[f"speed-up over trial {first.get('number')}"] = f"{best['throughput'] / first['throughput']:.2f} x"
     if best is not None and best.get("seconds") is not None:
         values["step"] = format_seconds(best["seconds"])
     return cards(values) if trials else ""
@@ -112,7 +112,7 @@ def _values(trial: Data) -> str:
     return format_value(trial.get("values") or {})
 
 
-def _reading(trial: Data) -> str:
+def _trial_sentence(trial: Data) -> str:
     """Return a trial as one sentence."""
     speed, interval = trial.get("throughput"), _interval(trial)
     words = [f"trial {trial.get('number')}", str(trial.get("state") or "")]
@@ -126,7 +126,13 @@ def _trial_chart(data: Data, trials: Sequence[Data], best: Data | None) -> str:
         return ""
     numbers = [trial.get("number", index) for index, trial in enumerate(trials)]
     points = [
-        Point(number, trial.get("throughput"), "best" if trial is best else _style(trial), _reading(trial), _interval(trial))
+        Point(
+            number,
+            trial.get("throughput"),
+            "best" if trial is best else _style(trial),
+            _trial_sentence(trial),
+            _interval(trial),
+        )
         for number, trial in zip(numbers, trials, strict=True)
     ]
     heights = [point.y for point in points if point.y is not None]
@@ -194,7 +200,7 @@ def _speed_cell(trial: Data) -> Cell | None:
 
 def _interval_cell(trial: Data) -> Cell | None:
     interval = _interval(trial)
-    return None if interval is None else Cell(f"{interval[0]:.5g} to {interval[1]:.5g}", interval[1] - interval[0])
+    return None if interval is None else Cell(f"{interval[0]:.4g} to {interval[1]:.4g}", interval[1] - interval[0])
 
 
 def _step_cell(trial: Data) -> Cell | None:

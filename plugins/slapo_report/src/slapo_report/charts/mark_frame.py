@@ -7,7 +7,7 @@ from html import escape
 HINT = "Point at a mark, or focus the chart and use the arrow keys, to read its value."
 
 
-def readable(marks: str, label: str, *, columns: int = 1) -> str:
+def mark_frame(marks: str, label: str, *, columns: int = 1) -> str:
     """Return a chart's marks in a frame with one stop for the tab key, and a line below that says the mark which is read.
 
     Args:
