@@ -119,8 +119,8 @@ CHART_STYLE = """
 .stacked .row, .shares .row { grid-template-columns: 132px minmax(0, 1fr) 66px; } .shares .who { overflow-wrap: anywhere; }
 .limit-mark { position: absolute; top: -6px; bottom: 0; border-left: 2px solid var(--bad); outline: 1px solid var(--card);
   pointer-events: none; }
-.limit-row .track { background: none; height: 16px; } .limit-row { margin-top: 0; }
-.limit-row .track span { position: absolute; white-space: nowrap; color: var(--bad); font-size: 12px; line-height: 16px; }
+.limit-row .track { background: none; height: auto; } .limit-row { margin: 0 0 8px; }
+.limit-row .track span { display: block; color: var(--bad); font-size: 12px; line-height: 16px; }
 .over { color: var(--bad); font-weight: 600; }
 .dense { position: absolute; inset: 0; width: 100%; height: 100%; }
 .dense-F { fill: var(--forward); } .dense-B, .dense-I { fill: var(--backward); }
@@ -158,6 +158,7 @@ CHART_STYLE = """
 .sortable th button:focus-visible { outline: 2px solid var(--own); outline-offset: 2px; border-radius: 3px; }
 .sortable .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .sortable .short { white-space: nowrap; } .sortable .long { min-width: 220px; overflow-wrap: break-word; }
+.sortable .long button { white-space: normal; }
 .sortable tbody tr:hover { background: var(--tint); }
 .beside { display: flex; flex-wrap: wrap; gap: 24px 40px; align-items: flex-start; }
 .beside > * { flex: 1 1 440px; min-width: 0; } .beside > .traffic { flex: 0 1 auto; max-width: 100%; }
@@ -169,7 +170,14 @@ CHART_STYLE = """
   .stacked .track, .shares .track { grid-column: 1 / -1; grid-row: 2; }
   .stacked .who small { display: inline; margin-left: 6px; } .limit-mark { top: 0; }
 }
-@media print { .part, .cell, .cell::before, .point, .bar, .key::before, .ramp, .dense { print-color-adjust: exact;
-  -webkit-print-color-adjust: exact; } .picked { display: none; } .sortable th button::after { content: none; } }
+@media print {
+  .part, .cell, .cell::before, .point, .bar, .key::before, .mark-key::before, .ramp, .track, .limit-mark {
+    print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .picked { display: none; } dd { font-size: 16px; white-space: nowrap; }
+  section { break-inside: auto; } figure, tr, .two, h2 { break-inside: avoid; } h2 { break-after: avoid; }
+  .scroll { overflow: visible; } .sortable { font-size: 9px; }
+  .sortable th, .sortable td { padding: 2px 6px 2px 0; min-width: 0; white-space: normal; }
+  .sortable th button { white-space: normal; } .sortable th button::after { content: none; }
+}
 """
 """Rules of stacked bars, heat maps, points and sortable tables."""

@@ -99,6 +99,6 @@ def _ticks(axis: Axis, scale: Scale) -> str:
 
 def _limit_label(limit: Limit, axis: Axis, scale: Scale) -> str:
     at = axis.at(limit.value / scale.size)
-    place = f"right:{100 - at:.3f}%" if at > 50 else f"left:{at:.3f}%"
+    place = f"padding-right:{100 - at:.3f}%;text-align:right" if at > 50 else f"padding-left:{at:.3f}%"
     label = f'<span style="{place}">{escape(f"{limit.name}: {scale.format(limit.value)}")}</span>'
     return f'<div class="row limit-row"><span></span><div class="track">{label}</div><span></span></div>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from itertools import repeat
@@ -80,5 +81,15 @@ def _sum_neighbours(labels: Sequence[str], sent: Sequence[Sequence[float]]) -> t
         return labels, sent
     starts = range(0, len(labels), every)
     ranges = [range(start, min(start + every, len(labels))) for start in starts]
-    names = [labels[each[0]] if len(each) == 1 else f"{labels[each[0]]} ... {labels[each[-1]]}" for each in ranges]
+    names = [_name_of_all(labels[each[0]], labels[each[-1]]) for each in ranges]
     return names, [[sum(sent[a][b] for a in rows for b in columns) for columns in ranges] for rows in ranges]
+
+
+def _name_of_all(first: str, last: str) -> str:
+    """Return the name of neighbours: ``ranks 0-255`` for ``ranks 0-127`` to ``ranks 128-255``."""
+    if first == last:
+        return first
+    numbers = [re.fullmatch(r"(?:ranks? )?(\d+)(?:-(\d+))?", each) for each in (first, last)]
+    if numbers[0] and numbers[1]:
+        return f"ranks {numbers[0][1]}-{numbers[1][2] or numbers[1][1]}"
+    return f"{first} ... {last}"

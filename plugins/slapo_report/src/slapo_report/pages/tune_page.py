@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ def _trial_chart(data: Data, trials: Sequence[Data], best: Data | None) -> str:
     heights = [point.y for point in points if point.y is not None]
     ends = [end for point in points if point.interval for end in point.interval]
     so_far = zip(numbers, data.get("best_so_far") or (), strict=False)
-    curve = [(number, value) for number, value in so_far if value is not None]
+    curve = [(number, value) for number, value in so_far if value is not None and math.isfinite(value)]
     shown = {point.style for point in points}
     legend = [(style, name) for style, name in LEGEND if style in shown] + ([("curve", "best so far")] if curve else [])
     y = linear_axis([*heights, *ends, *(value for _, value in curve)])
