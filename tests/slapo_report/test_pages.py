@@ -31,7 +31,7 @@ PAGES: dict[str, tuple[Callable[[Mapping[str, Any]], str], dict[str, Any]]] = {
         "compute 4.72 s communication 1.13 s bubble 2.56 s",
         "rank 7 stage 7",
         "forward backward optimizer step idle",
-        "reduce-scatter dp between nodes 10 16 GiB 1.60 GiB",
+        "reduce-scatter dp between nodes 10 1.60 GiB 16 GiB",
         "2.10 GiB 310 GiB, log scale",
         "sequence parallel yes",
     ],
@@ -43,15 +43,15 @@ def test_a_plan_says(words: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "Trial 13 is the best , 358.25 samples/s: tp 4, microbatches 4, checkpointed 30.",
-        "trials 40 measured 34 stopped or skipped 3 failed 3",
+        "Trial 13 is the best , 358.25 samples/s: tp 4, microbatches 4, checkpointed 30. It is verified.",
+        "trials 40 measured 34 stopped or refused 3 failed 3",
         "speed-up over trial 0 1.57 x step 22.3 ms",
-        "measured best stopped or skipped failed best so far",
+        "measured best stopped or refused failed best so far",
         "checkpointed 61.0%",
         "out of memory: 19 checkpointed layers are too few",
         "spent 6.87 min",
         "microbatches 1, 2, 4, 8",
-        "13 complete, best 358.25 347.5 to 369 22.3 ms 23.5 ms 4 4 30",
+        "13 measured, best 358.25 347.5 to 369 22.3 ms 23.5 ms yes 4 4 30",
     ],
 )
 def test_a_tuning_says(words: str) -> None:
@@ -147,6 +147,19 @@ def test_of_many_rows_the_fullest_are_drawn_and_all_are_in_the_table() -> None:
     assert sum(tag == "tr" for tag, _ in parsed.elements) == 101
 
 
+def test_ranks_along_pp_and_their_collectives() -> None:
+    ranks = [{"rank": rank, "count": 8, "stages": [rank], "memory": {"parameters": GIB}} for rank in range(2)]
+    collectives = [{"kind": "all_reduce", "axis": "tp", "nbytes": 2**20, "count": 3, "rank": 1}]
+    text = Page(plan_page({"ranks": ranks, "collectives": collectives, "notes": ["buffers are left out"]})).text
+    for words in (
+        "pp rank 1 stage 1",
+        "ranks 16 ",
+        "kind pp rank axis number bytes of one bytes all-reduce 1 tp 3 1 MiB 3 MiB",
+    ):
+        assert words in text
+    assert "Notes buffers are left out" in text
+
+
 def test_some_of_the_ranks_between_two() -> None:
     text = Page(plan_page({"ranks": [{"ranks": [0, 7], "count": 4, "memory": {"activations": 10}}]})).text
     assert "4 of ranks 0-7" in text
@@ -213,9 +226,16 @@ def test_traffic_of_many_groups_is_summed_over_neighbours() -> None:
     [([9.0, 11.5], "10 samples/s (9 to 11.5)"), (0.5, "10 samples/s (9.5 to 10.5)"), (None, "10 samples/s")],
 )
 def test_the_interval_is_two_throughputs_or_half_of_their_distance(interval: object, words: str) -> None:
-    trial = {"number": 3, "state": "complete", "throughput": 10.0, "interval": interval, "values": {"tp": 2}}
+    trial = {"number": 3, "state": "measured", "throughput": 10.0, "interval": interval, "values": {"tp": 2}}
     page = tune_page({"trials": [trial], "best": 3})
-    assert f'title="trial 3, complete, {words}, tp 2"' in page
+    assert f'title="trial 3, measured, {words}, tp 2"' in page
+
+
+def test_a_trial_that_is_refuted_is_a_failure() -> None:
+    trials = [{"number": 0, "state": "measured", "throughput": 9.0, "verified": False, "message": "gradients differ"}]
+    parsed = Page(tune_page({"trials": trials, "best": None}))
+    assert [attrs["class"] for _, attrs in parsed.elements if str(attrs.get("class")).startswith("point")] == ["point failed"]
+    assert "measured 0" in parsed.text
 
 
 def test_a_tuning_without_a_result() -> None:
@@ -243,7 +263,7 @@ def test_all_text_can_be_read_in_a_browser_and_keys_and_buttons_work(tmp_path: P
 @pytest.mark.slow
 def test_pages_with_one_of_each_or_very_many_can_be_read(tmp_path: Path) -> None:
     one = plan_page({"ranks": [{"ranks": [0, 0], "memory": {"parameters": 10}}], "traffic": {"labels": ["0"], "bytes": [[0]]}})
-    trial = tune_page({"trials": [{"number": 0, "state": "complete", "throughput": 3.0}], "best": 0, "best_so_far": [3.0]})
+    trial = tune_page({"trials": [{"number": 0, "state": "measured", "throughput": 3.0}], "best": 0, "best_so_far": [3.0]})
     pages = [one, trial, plan_page(plan(stages=16, microbatches=512)), tune_page(tuning(300))]
     long = "a name that is longer than the people who made the page for it had thought that a name could be"
     entry = {"ranks": [0, 16383], "count": 77, "stages": list(range(12)), "memory": {long: GIB, "other": GIB}, "when": long}

@@ -35,16 +35,18 @@ def plan_page(data: Data) -> str:
             - ``layout``: mesh axis to its size, e.g. ``{"tp": 2, "pp": 4, "dp": 8}``.
             - ``hardware``: ``name`` and ``memory_bytes`` of one device.
             - ``settings``: name to value.
-            - ``ranks``: a list of equal ranks, each with ``ranks`` (first and last), ``count`` if it is not all between them,
-              ``stages``, ``memory`` (kind to bytes at the peak), ``peak_bytes``, and ``when`` the peak is.
-            - ``collectives``: a list with ``kind``, ``axis``, ``link``, the ``count`` in a step, and ``nbytes``, the bytes of
-              all of them together.
+            - ``ranks``: a list of equal ranks, each with ``ranks`` (first and last) or ``rank`` (along ``pp``), ``count`` if it
+              is not all between them, ``stages``, ``memory`` (kind to bytes at the peak), ``peak_bytes``, and ``when`` the
+              peak is.
+            - ``collectives``: a list with ``kind``, ``axis``, ``link``, the ``rank`` along ``pp``, the ``count`` in a step, and
+              ``nbytes``, the bytes of one of them.
             - ``traffic``: ``labels`` of ranks or groups of ranks, and ``bytes``, rows of senders with columns of receivers.
             - ``flops``: floating-point operations of a step, of the ``model`` and, with recomputation, of the ``hardware``.
             - ``bubble``, ``mfu``: shares of 1. ``step_seconds``: seconds.
             - ``seconds``: parts of the step in seconds, e.g. ``compute``, ``communication``, ``bubble``.
             - ``timeline``: actions as those of ``engine.timeline``; messages are not shown.
-            - ``problems``: sentences.
+            - ``problems``: sentences; with any, the plan does not work.
+            - ``notes``: sentences.
 
     Raises:
         ValueError: ``traffic`` does not have a row and a column for each label.
@@ -55,6 +57,7 @@ def plan_page(data: Data) -> str:
         section("Step time", _time_parts(data), _timeline(data)),
         _traffic(data),
         section("Plan", _settings(data)),
+        section("Notes", sentences(data.get("notes") or ())),
     ]
     return document(
         data.get("title") or _default_title(data),
@@ -137,18 +140,30 @@ def _timeline(data: Data) -> str:
 def _traffic(data: Data) -> str:
     traffic, collectives = data.get("traffic") or {}, data.get("collectives") or ()
     matrix = traffic_matrix("Bytes per step", traffic["labels"], traffic["bytes"]) if traffic.get("labels") else ""
-    head = ("kind", "axis", "link", "number", "bytes", "mean")
-    rows = [_collective(each) for each in collectives]
-    table = f"<div><h3>Collectives and messages of a step</h3>{sortable_table(head, rows, 'Collectives')}</div>" if rows else ""
+    table = f"<div><h3>Collectives and messages of a step</h3>{_collectives(collectives)}</div>" if collectives else ""
     values = _details("All values", _traffic_table(traffic)) if matrix else ""
     return section("Traffic", f'<div class="beside">{matrix}{table}</div>' if matrix or table else "", values)
 
 
-def _collective(each: Data) -> list[object]:
-    count, nbytes = each.get("count"), each.get("nbytes")
-    size = Cell(format_bytes(nbytes), nbytes) if nbytes is not None else None
-    mean = Cell(format_bytes(nbytes / count), nbytes / count) if nbytes is not None and count else None
-    return [str(each.get("kind", "")).replace("_", "-"), each.get("axis"), each.get("link"), count, size, mean]
+def _collectives(collectives: Sequence[Data]) -> str:
+    """Return the sortable table of collectives, without the columns that no entry has."""
+    rows = [_collective(each) for each in collectives]
+    columns = [title for title in rows[0] if any(row[title] is not None for row in rows)]
+    return sortable_table(columns, [[row[title] for title in columns] for row in rows], "Collectives and messages of a step")
+
+
+def _collective(each: Data) -> dict[str, object]:
+    count, nbytes, kind = each.get("count"), each.get("nbytes"), each.get("kind")
+    total = nbytes * count if nbytes is not None and count is not None else None
+    return {
+        "kind": str(kind).replace("_", "-") if kind is not None else None,
+        "pp rank": each.get("rank"),
+        "axis": each.get("axis"),
+        "link": each.get("link"),
+        "number": count,
+        "bytes of one": Cell(format_bytes(nbytes), nbytes) if nbytes is not None else None,
+        "bytes": Cell(format_bytes(total), total) if total is not None else None,
+    }
 
 
 def _traffic_table(traffic: Data) -> str:

@@ -27,13 +27,15 @@ def peak_of(ranks: Ranks) -> float:
 
 def count_of(ranks: Ranks) -> int:
     """Return the number of ranks of an entry: ``count``, or all from the first to the last."""
-    first, last = ranks["ranks"]
+    first, last = ranks.get("ranks") or (0, 0)
     count: int = ranks.get("count", last - first + 1)
     return count
 
 
 def name_of(ranks: Ranks) -> str:
-    """Return ``rank 3``, ``ranks 0-127``, or ``64 of ranks 0-127`` if not all between the ends are meant."""
+    """Return ``rank 3``, ``ranks 0-127``, ``64 of ranks 0-127`` if not all between the ends are meant, or ``pp rank 3``."""
+    if "ranks" not in ranks:
+        return f"pp rank {ranks['rank']}"
     first, last = ranks["ranks"]
     name = f"rank {first}" if first == last else f"ranks {first}-{last}"
     return name if count_of(ranks) == last - first + 1 else f"{count_of(ranks)} of {name}"
@@ -53,6 +55,8 @@ def join_equal(entries: Sequence[Ranks]) -> list[Ranks]:
 
 
 def _continues(before: Ranks, entry: Ranks) -> bool:
+    if "ranks" not in before or "ranks" not in entry:
+        return False
     whole = all(count_of(each) == each["ranks"][1] - each["ranks"][0] + 1 for each in (before, entry))
     same = all(before.get(key) == entry.get(key) for key in ("stages", "memory", "peak_bytes", "when"))
     return whole and same and before["ranks"][1] + 1 == entry["ranks"][0]
@@ -82,7 +86,7 @@ def memory_table(entries: Sequence[Ranks], limit: Limit | None) -> str:
 def _cells(entry: Ranks, kinds: Sequence[str], limit: Limit | None) -> list[object]:
     memory, peak = entry.get("memory", {}), peak_of(entry)
     stages = ", ".join(map(str, entry.get("stages", ())))
-    cells: list[object] = [Cell(name_of(entry), entry["ranks"][0]), count_of(entry), stages]
+    cells: list[object] = [Cell(name_of(entry), (entry.get("ranks") or [entry.get("rank")])[0]), count_of(entry), stages]
     cells += [Cell(format_bytes(memory[kind]), memory[kind]) if kind in memory else None for kind in kinds]
     cells.append(Cell(format_bytes(peak), peak))
     return [*cells, Cell(format_percent(peak / limit.value), peak)] if limit else cells

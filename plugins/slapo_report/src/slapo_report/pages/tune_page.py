@@ -18,7 +18,15 @@ from .sections import format_value, section, sentences, settings_table, verdict
 
 UNIT = "samples/s"
 
-LEGEND = (("done", "measured"), ("best", "best"), ("stopped", "stopped or skipped"), ("failed", "failed"))
+LEGEND = (("done", "measured"), ("best", "best"), ("stopped", "stopped or refused"), ("failed", "failed"))
+
+STATES = {"measured": "done", "complete": "done"} | dict.fromkeys(
+    ("pruned", "refused", "skipped", "running", "waiting"), "stopped"
+)
+"""State of a trial to the look of its point; any other has failed."""
+
+VERIFIED: Mapping[object, str] = {True: " It is verified.", False: " It does not compute the same as the model."}
+"""Sentence about the best."""
 
 Data = Mapping[str, Any]
 
@@ -31,10 +39,10 @@ def tune_page(data: Data) -> str:
 
             - ``title``: a string.
             - ``space``: symbol to its candidates.
-            - ``trials``: a list with ``number``, ``values`` (symbol to value), ``state`` (``"complete"``; ``"pruned"`` and
-              ``"skipped"`` are shown as stopped; any other as failed), ``seconds`` (of a step, measured), ``throughput`` in
-              samples per second, ``interval`` (two throughputs, or half of their distance), ``predicted`` (seconds of a step)
-              and ``message``, a sentence.
+            - ``trials``: a list with ``number``, ``values`` (symbol to value), ``state`` (``"measured"``, ``"pruned"``,
+              ``"refused"``, ``"skipped"``, or any other for a failure), ``throughput`` in samples per second, its ``interval``
+              (two throughputs, or half of their distance), ``seconds`` and ``predicted`` seconds of a step, ``verified``
+              (False is a failure), and ``message``, a sentence.
             - ``best``: number of the best trial.
             - ``best_so_far``: the best throughput after each trial; None before the first.
             - ``importances``: symbol to its share of 1.
@@ -68,10 +76,7 @@ def tune_page(data: Data) -> str:
 
 def _style(trial: Data) -> str:
     """Return the look of a trial that is not the best."""
-    state = str(trial.get("state", "")).lower()
-    if state.startswith("complete") or (not state and trial.get("throughput") is not None):
-        return "done"
-    return "stopped" if state.startswith(("prun", "skip", "run", "wait")) else "failed"
+    return "failed" if trial.get("verified") is False else STATES.get(str(trial.get("state", "")).lower(), "failed")
 
 
 def _verdict(trials: Sequence[Data], best: Data | None) -> str:
@@ -81,13 +86,15 @@ def _verdict(trials: Sequence[Data], best: Data | None) -> str:
         return verdict(False, "No trial gave a throughput", f", of {len(trials)}.")
     speed = f", {best['throughput']:.5g} {UNIT}" if best.get("throughput") is not None else ""
     values = _values(best)
-    return verdict(True, f"Trial {best['number']} is the best", f"{speed}{': ' if values else ''}{values}.")
+    checked = VERIFIED.get(best.get("verified"), "")
+    good = best.get("verified") is not False
+    return verdict(good, f"Trial {best['number']} is the best", f"{speed}{': ' if values else ''}{values}.{checked}")
 
 
 def _cards(trials: Sequence[Data], best: Data | None) -> str:
     styles = [_style(trial) for trial in trials]
     values = {"trials": str(len(trials)), "measured": str(styles.count("done"))}
-    values |= {"stopped or skipped": str(styles.count("stopped")), "failed": str(styles.count("failed"))}
+    values |= {"stopped or refused": str(styles.count("stopped")), "failed": str(styles.count("failed"))}
     if best is not None and best.get("throughput") is not None:
         values[f"best, {UNIT}"] = f"{best['throughput']:.5g}"
         first = next((trial for trial in trials if trial.get("throughput")), best)
@@ -212,6 +219,11 @@ def _prediction_cell(trial: Data) -> Cell | None:
     return _time_cell(trial.get("predicted"))
 
 
+def _verified_cell(trial: Data) -> str | None:
+    verified = trial.get("verified")
+    return None if verified is None else format_value(verified)
+
+
 def _time_cell(seconds: float | None) -> Cell | None:
     return None if seconds is None else Cell(format_seconds(seconds), seconds)
 
@@ -220,10 +232,11 @@ def _symbol_cell(value: Any) -> object:
     return value if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)) else format_value(value)
 
 
-COLUMNS: Mapping[str, tuple[str, Callable[[Data], Cell | None]]] = {
+COLUMNS: Mapping[str, tuple[str, Callable[[Data], Cell | str | None]]] = {
     "throughput": (UNIT, _speed_cell),
     "interval": ("interval", _interval_cell),
     "seconds": ("step", _step_cell),
     "predicted": ("predicted step", _prediction_cell),
+    "verified": ("verified", _verified_cell),
 }
 """Key of a trial to the title and the cells of its column."""
