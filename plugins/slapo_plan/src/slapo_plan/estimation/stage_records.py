@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
+
 from slapo_core import Program, Stage
 from slapo_training import StageRunner
 
