@@ -39,7 +39,8 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.axes) or "one rank"
         schedule = f" {self.schedule}" if dict(self.axes).get("pp") else ""
-        return f"{axes}{schedule}, {self.microbatches} micro-batches, width {self.width}, {self.layers} layers, {self.rows} x {self.length}"
+        sizes = f"width {self.width}, {self.layers} layers, {self.rows} x {self.length}"
+        return f"{axes}{schedule}, {self.microbatches} micro-batches, {sizes}"
 
 
 TP, PP, DP = (("tp", 2),), (("pp", 2),), (("dp", 2),)
@@ -89,7 +90,15 @@ def run(rank: int, layout: Layout, hardware: Mapping[str, Any] | None = None) ->
     torch.set_num_threads(1)
     sizes = {"n_embd": layout.width, "n_layer": layout.layers, "n_head": layout.width // 64, "vocab_size": 4096}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(**sizes, **rates, n_positions=layout.length, use_cache=False, loss_type="ForCausalLMLoss", bos_token_id=1, eos_token_id=1)
+    config = GPT2Config(
+        **sizes,
+        **rates,
+        n_positions=layout.length,
+        use_cache=False,
+        loss_type="ForCausalLMLoss",
+        bos_token_id=1,
+        eos_token_id=1,
+    )
     torch.manual_seed(0)
     model, axes = GPT2LMHeadModel(config), dict(layout.axes)
     rows = layout.rows // axes.get("dp", 1)
@@ -103,11 +112,13 @@ def run(rank: int, layout: Layout, hardware: Mapping[str, Any] | None = None) ->
     if axes.get("pp"):
         sch.pipeline(2)
     options = {"pipeline_schedule": layout.schedule} if axes.get("pp") else {}
-    engine = slapo.build(sch, "torch", optimizer=adamw, microbatches=layout.microbatches, record_timeline=True, **options)
+    engine: Any = slapo.build(sch, "torch", optimizer=adamw, microbatches=layout.microbatches, record_timeline=True, **options)
     for _ in range(2):
         engine.train_batch(**batch)
     recorder = PhaseRecorder()
-    hooks = [each.register_forward_pre_hook(lambda *_: setattr(recorder, "phase", "F"), prepend=True) for each in [engine.module]]
+    hooks = [
+        each.register_forward_pre_hook(lambda *_: setattr(recorder, "phase", "F"), prepend=True) for each in [engine.module]
+    ]
     hooks += [engine.optimizer.register_step_pre_hook(lambda *_: setattr(recorder, "phase", "optimizer"))]
     with recorder:
         engine.train_batch(**batch)
@@ -186,7 +197,10 @@ def main() -> None:
         step = predict(layout, found, hardware)
         measured.append(min(found[0]["seconds"]))
         predicted.append(step.seconds)
-        print(f"| {layout} | {measured[-1] * 1e3:.0f} | {predicted[-1] * 1e3:.0f} | {predicted[-1] / measured[-1]:.2f} |", flush=True)
+        print(
+            f"| {layout} | {measured[-1] * 1e3:.0f} | {predicted[-1] * 1e3:.0f} | {predicted[-1] / measured[-1]:.2f} |",
+            flush=True,
+        )
     ratios = [guess / real for guess, real in zip(predicted, measured, strict=True)]
     print(f"\nRank correlation {correlation(measured, predicted):.2f}; median ratio {median(ratios):.2f}.")
 

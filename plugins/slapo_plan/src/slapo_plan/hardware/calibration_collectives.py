@@ -66,6 +66,9 @@ def _calls(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> dict[
 
 def _swap(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
     """Send a message each way at the same time, as neighbours of a pipeline do."""
-    ends = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer), dist.P2POp(dist.irecv, received, group=group, group_peer=peer)]
+    ends = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
     for work in dist.batch_isend_irecv(ends):
         work.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from math import prod
 from statistics import quantiles
@@ -47,6 +48,8 @@ class OperatorTimer:
         on_thread = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if on_thread else time.perf_counter
         self._share = max(1.0, ranks / cores) if on_thread else 1.0
+        # once a large tensor was freed, as in training, glibc's malloc keeps the memory of smaller ones for the process
+        del [torch.empty(2**23 - 2**12, device=device)][:]
         tiny = self._random(1)
         self._tiny = self._seconds(lambda: torch.add(tiny, tiny))
 
@@ -56,7 +59,7 @@ class OperatorTimer:
         given = self._random(1, 4, 16)
 
         def step() -> None:
-            block(given).sum().backward()
+            torch.autograd.backward(block(given).sum())
 
         step()
         with OperatorRecorder() as recorder:
@@ -69,8 +72,8 @@ class OperatorTimer:
         for dtype in (torch.float32, torch.bfloat16):
             row: list[tuple[float, float]] = []
             for size in (32, 64, 128, 256, 512, 768, 1024, *((2048, 4096, 8192) if self._device.type == "cuda" else ())):
-                left, right = (self._random(size, size, dtype=dtype) for _ in range(2))
-                seconds = self._seconds(lambda left=left, right=right: torch.mm(left, right))
+                factors = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
+                seconds = self._seconds(partial(torch.mm, *factors))
                 row.append((2.0 * size**3, 2.0 * size**3 / max(seconds - self._tiny, seconds / 10)))
                 if seconds > 0.25:
                     break
@@ -83,13 +86,10 @@ class OperatorTimer:
         for dtype in (torch.float32, torch.bfloat16):
             for length in (32, 128, 512, 1024, *((4096,) if self._device.type == "cuda" else ())):
                 query = self._random(1, 4, length, 64, dtype=dtype).requires_grad_()
-                attend = lambda query=query: nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)  # noqa: E731
+                attend = partial(nn.functional.scaled_dot_product_attention, query, query, query, is_causal=True)
                 result = attend()
-                upstream = torch.ones_like(result)
                 # one tensor is query, key and value: their gradients are added, which is little beside the products
-                back: Callable[[], Any] = lambda result=result, query=query, upstream=upstream: torch.autograd.grad(  # noqa: E731
-                    result, query, upstream, retain_graph=True
-                )
+                back = partial(torch.autograd.grad, result, query, torch.ones_like(result), retain_graph=True)
                 for direction, run, products in (("forward", attend, 2), ("backward", back, 5)):
                     flops = products * 2.0 * length * length * 64
                     row = found.setdefault(f"{_name(dtype)} {direction}", [])
@@ -145,7 +145,8 @@ class OperatorTimer:
         run()
         batch = max(1, int(lasts / 10 / self._once(run, 1)))
         self._align()
-        times, end = [], time.perf_counter() + lasts
+        times: list[float] = []
+        end = time.perf_counter() + lasts
         while len(times) < 4 or time.perf_counter() < end:
             times.append(self._once(run, batch))
         return self._agree(quantiles(times, n=4)[0])
@@ -171,7 +172,8 @@ class _Block(nn.Module):
         query, key, value = self.expand(self.norm(hidden)).view(1, 4, 3, 2, 8).transpose(1, 3).unbind(2)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(1, 4, 16)
         hidden = hidden + self.dropout(self.shrink(mixed))
-        return hidden + self.shrink(self.activation(hidden) * 2)
+        result: torch.Tensor = hidden + self.shrink(self.activation(hidden) * 2)
+        return result
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -32,7 +32,9 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=world)
     measured = []
     for count in settings["counts"]:
-        groups = {size: [dist.new_group([*range(first, first + size)]) for first in range(0, count, size)] for size in _sizes(count)}
+        groups = {
+            size: [dist.new_group([*range(first, first + size)]) for first in range(0, count, size)] for size in _sizes(count)
+        }
         if rank < count:
             own = {size: made[rank // size] for size, made in groups.items()}
             measured.append(_measure(count, own, device))

@@ -194,7 +194,9 @@ class Hardware:
 def _of_this_machine(found: Hardware) -> Hardware:
     cores: Any = getattr(os, "sched_getaffinity", None)
     devices = len(cores(0)) if cores else os.cpu_count() or 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else found.memory_bytes * devices
+    memory = (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else found.memory_bytes * devices
+    )
     share = memory // devices
     usable = int(share * found.usable_bytes / found.memory_bytes)
     return replace(found, devices_per_node=devices, memory_bytes=share, usable_bytes=usable)

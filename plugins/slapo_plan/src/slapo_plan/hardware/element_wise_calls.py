@@ -19,20 +19,25 @@ def element_wise_calls(random: Callable[..., torch.Tensor]) -> Iterator[Callable
     """
     aten, positive = torch.ops.aten, random(512, 512) + 1
     for name in _SIMPLE.split():
-        yield lambda x, y, state, run=getattr(aten, name).default: run(x)
+        yield _on(getattr(aten, name).default, "x")
     for name in _GRADIENTS.split():
-        yield lambda x, y, state, run=getattr(aten, name).default: run(x, y)
+        yield _on(getattr(aten, name).default, "xy")
     yield lambda x, y, state: aten.threshold_backward.default(x, y, 0)
     for name in ("mul", "sub", "div"):
-        yield lambda x, y, state, run=getattr(aten, name).Tensor: run(x, y)
-    for name in ("mul_", "div_"):
-        yield lambda x, y, state, run=getattr(aten, name).Tensor: run(state, 1.0)
+        yield _on(getattr(aten, name).Tensor, "xy")
+    yield lambda x, y, state: aten.mul_.Tensor(state, 1.0)
+    yield lambda x, y, state: aten.div_.Tensor(state, 1.0)
     yield lambda x, y, state: aten.pow.Tensor_Scalar(x, 3.0)
     yield lambda x, y, state: aten.lerp_.Scalar(state, y, 0.1)
     yield lambda x, y, state: aten.addcmul_.default(state, x, y, value=0.1)
     yield lambda x, y, state: aten.addcdiv_.default(state, x, positive, value=-0.1)
     yield from _reductions(random)
     yield from _copies(random)
+
+
+def _on(run: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """Return the call of an operator on ``x``, or on ``x`` and ``y``."""
+    return lambda x, y, state: run(*(x, y)[: len(names)])
 
 
 def _reductions(random: Callable[..., torch.Tensor]) -> Iterator[Callable[..., Any]]:

@@ -16,7 +16,7 @@ from .rate_curve import Curve
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 _TOPOLOGIES = ("all-to-all", "ring", "switched")
 _Made = TypeVar("_Made")

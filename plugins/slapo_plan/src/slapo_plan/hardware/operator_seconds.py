@@ -81,5 +81,3 @@ def _measured_rate(record: OperatorRecord, hardware: Hardware, measured: Measure
     known = "float32" if key.format("float32") in curves else next(iter(curves)).split()[0]
     scale = hardware.peak_flops(record.dtype) / hardware.flops.get(known, hardware.flops["float32"])
     return curves[key.format(known)].at(size) * scale
-
-
