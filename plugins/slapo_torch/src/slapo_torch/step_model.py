@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slapo_core import Program
-from slapo_training import MemoryRules, MessageMode, PipelineAction, StageRunner, StepModel
+from slapo_core import BuildError, Program
+from slapo_training import MemoryRules, MessageMode, PipelineAction, StageParameters, StageRunner, StepModel
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
 
@@ -55,6 +55,7 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
+        self._gathers_all = False
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         module, options, rows = self._program.module, self._options, self._options.batch_rows
@@ -74,6 +75,24 @@ class TorchStageRunner(StageRunner):
             outputs = None if last else program.stages[stage + 1].inputs
             call = self._calls[stage] = StageCall(program.stages[stage], outputs, self._options, self._device)
         return call(*received, batch=arguments, labels=labels)
+
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:
+            return StageParameters()
+        from .fsdp.fake_unit import FakeShards  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+
+        return FakeShards(program, stage, self._options.fsdp_units, self._gathers_all)
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""
+        from .fsdp.unit import REMEDY  # noqa: PLC0415
+
+        is_order = isinstance(error, BuildError) and REMEDY in str(error)
+        if not is_order or self._gathers_all or self._options.fsdp_units is not None:
+            return False
+        self._gathers_all = True
+        return True
 
 
 def _schedule(config: Mapping[str, Any]) -> str:

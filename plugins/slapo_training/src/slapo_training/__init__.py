@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .engines.exact_stage import ExactStage
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .stage_parameters import StageParameters
     from .step_model import (
+        CollectiveRecord,
         MemoryRules,
         MessageMode,
         PipelineAction,
@@ -33,7 +35,9 @@ else:
             "engines.exact_stage": ["ExactStage"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "stage_parameters": ["StageParameters"],
             "step_model": [
+                "CollectiveRecord",
                 "MemoryRules",
                 "MessageMode",
                 "PipelineAction",
@@ -46,6 +50,7 @@ else:
 
 __all__ = [
     "BatchEngine",
+    "CollectiveRecord",
     "ExactStage",
     "ExternalEngine",
     "MemoryRules",
@@ -53,6 +58,7 @@ __all__ = [
     "MicroBatches",
     "PipelineAction",
     "StageForward",
+    "StageParameters",
     "StageRunner",
     "StepModel",
     "one_forward_one_backward",

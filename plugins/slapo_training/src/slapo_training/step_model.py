@@ -11,6 +11,7 @@ import torch
 from slapo_core import Program
 
 from .batches import Batch
+from .stage_parameters import StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
 """How an engine sends tensors between stages.
@@ -34,6 +35,24 @@ class PipelineAction(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+
+class CollectiveRecord(NamedTuple):
+    """One collective, or one message of a pipeline, as one rank sees it.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
+            ``"gather"``, ``"scatter"`` or ``"send"``.
+        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
+            or all-to-all, the message.
+        ranks: Global ranks of the group, in order; the two ends of a message.
+        overlapped: True if the rank goes on computing while it runs.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    overlapped: bool = False
 
 
 class MemoryRules(NamedTuple):
@@ -71,6 +90,14 @@ class StageRunner(ABC):
             received: Values of the stage's ``inputs``.
             part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
         """
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        """Return the parameters of a stage as the engine holds them over a step."""
+        return StageParameters()
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Change how stages run after an error, if the engine would; return False if the engine raises the error."""
+        return False
 
 
 class StepModel:

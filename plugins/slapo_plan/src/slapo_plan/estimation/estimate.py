@@ -53,7 +53,8 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
     planned = program.replan(True, parts[0]) if program.replan is not None else program
-    records = stage_records(planned, runner, parts[0], _factory(options["optimizer"]))
+    split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
+    records = stage_records(planned, runner, parts[0], _factory(options["optimizer"]), split)
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []

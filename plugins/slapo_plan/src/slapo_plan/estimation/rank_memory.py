@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slapo_training import MemoryRules, PipelineAction
 
-from ..measurement.stage_run import StageRecord
+from ..measurement.stage_run import PassRecord, StageRecord
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class RankMemory:
 
     Args:
         kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients,
-            ``optimizer``, ``batch``, ``messages`` (receive
-            buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
+            ``optimizer``, ``batch``, ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
@@ -30,19 +29,6 @@ class RankMemory:
     def peak(self) -> int:
         """Most bytes in the step."""
         return sum(self.kinds.values())
-
-
-class _Step:
-    """State of a rank's memory while its actions run."""
-
-    def __init__(self, held: dict[str, int]) -> None:
-        self.now = dict(held)
-        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
-
-    def peak(self, working: int, when: str) -> None:
-        total = sum(self.now.values()) + working
-        if total > self.best[0]:
-            self.best = total, {**self.now, "working": working}, when
 
 
 def rank_memory(
@@ -67,44 +53,85 @@ def rank_memory(
             "buckets": gradients if rules.buckets else 0,
             "optimizer": sum(each.optimizer.change for each in stages),
             "batch": batch,
+            "gathered": 0,
             "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
             "activations": 0,
         }
     )
-    step.peak(0, "between steps")
-    in_buckets = rules.buckets and microbatches == 1
     held = sum(step.now.values()) + (0 if rules.buckets else gradients)
-    begun: set[int] = set()
-    on_the_way = 0
-    for kind, index, microbatch in order:
-        record = records[index]
-        name = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}[kind]
-        when = (
-            f"{name} of micro-batch {microbatch}, stage {index}" if len(records) > 1 else f"{name} of micro-batch {microbatch}"
-        )
-        if kind == "W":
-            continue
-        if kind == "F":
-            step.peak(record.forward.peak, when)
-            step.now["activations"] += record.forward.change
-            message = record.sent
-        else:
-            first = index not in begun
-            begun.add(index)
-            backward = record.next_backward
-            if first and not in_buckets:
-                backward = record.first_backward
-                step.peak(backward.peak, when)
-                step.now["gradients"] += record.gradients
-            else:
-                step.peak(backward.peak, when)
-            step.now["activations"] -= record.forward.change
-            message = record.sent_back
-            if rules.keeps_sent:
-                step.now["messages"] += record.sent + record.sent_back
-        if not rules.keeps_sent and rules.receive_buffers and message:
-            step.now["messages"] += message - on_the_way
-            on_the_way = message
+    step.peak(0, "between steps")
+    for each in stages:
+        step.peak(each.begin.peak, "start of the step")
+        step.now["gathered"] += each.begin.change
+    step.run(records, order, rules, keeps_gradients=rules.buckets and microbatches == 1)
+    step.now["activations"] = 0
+    for each in stages:
+        step.peak(each.end.peak, "reduction of gradients")
+        step.now["gradients"] += each.end.change + each.begin.change
+        step.now["gathered"] -= each.begin.change
     working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
     step.peak(working, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)
+
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
+
+
+class _Step:
+    """State of a rank's memory while its actions run."""
+
+    def __init__(self, held: dict[str, int]) -> None:
+        self.now = dict(held)
+        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self._on_the_way = 0
+
+    def peak(self, working: int, when: str) -> None:
+        total = sum(self.now.values()) + working
+        if total > self.best[0]:
+            self.best = total, {**self.now, "working": working}, when
+
+    def run(
+        self,
+        records: Mapping[int, StageRecord],
+        order: Sequence[PipelineAction],
+        rules: MemoryRules,
+        keeps_gradients: bool,
+    ) -> None:
+        """Run all actions; with ``keeps_gradients`` the first backward finds gradients."""
+        begun: set[int] = set()
+        for kind, index, microbatch in order:
+            record = records[index]
+            whole = kind if kind != "I" or record.inputs_backward is not None else "B"
+            stage = f", stage {index}" if len(records) > 1 else ""
+            is_first = not keeps_gradients and index not in begun
+            if whole in "BW":
+                begun.add(index)
+            done = _pass(record, whole, is_first)
+            self.peak(done.peak, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
+            grown = _growth(record) if whole in "BW" and is_first else 0
+            self.now["gradients"] += grown
+            self.now["activations"] += done.change - grown
+            if kind != "W":
+                self._send(record.sent if kind == "F" else record.sent_back, rules)
+
+    def _send(self, message: int, rules: MemoryRules) -> None:
+        if not rules.receive_buffers or not message:
+            return
+        self.now["messages"] += message - (0 if rules.keeps_sent else self._on_the_way)
+        self._on_the_way = message
+
+
+def _pass(record: StageRecord, kind: str, is_first: bool) -> PassRecord:
+    if kind == "F":
+        return record.forward
+    if kind == "I":
+        assert record.inputs_backward is not None
+        return record.inputs_backward
+    if kind == "W":
+        return record.first_weights if is_first else record.next_weights
+    return record.first_backward if is_first else record.next_backward
+
+
+def _growth(record: StageRecord) -> int:
+    """Return the bytes of gradients that the first backward of a step leaves."""
+    return record.first_backward.change - record.next_backward.change
