@@ -14,7 +14,7 @@ from slapo_training.batches import Batch, split, variadic_argument
 
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
-from .step.stage_call import StageCall
+from .step.stage_call import StageCall, autocast_context
 
 
 class TorchStepModel(StepModel):
@@ -34,7 +34,9 @@ class TorchStepModel(StepModel):
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         ddp = program.axis_size("dp") > 1 and config.get("data_parallel", Options.data_parallel) == "ddp"
         staged, several = len(program.stages) > 1, kind_of(_schedule(config)).stages_per_rank != 1
-        return MemoryRules(buckets=ddp and not (staged and several), receive_buffers=staged, keeps_sent=staged and several)
+        keeps_sent = staged and (several or _schedule(config) == "gpipe")
+        afterwards = ddp and staged and several
+        return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
@@ -63,6 +65,10 @@ class TorchStageRunner(StageRunner):
         count = rows.count(given)
         number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
         return split(given, number, several=variadic_argument(module), rows=rows)
+
+    def plan(self, program: Program, part: Batch) -> Program:
+        with autocast_context(self._options, self._device):
+            return super().plan(program, part)
 
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         arguments, labels = dict(part), None

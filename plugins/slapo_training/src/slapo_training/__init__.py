@@ -15,9 +15,10 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
     from .engines.exact_stage import ExactStage
+    from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
-    from .stage_parameters import StageParameters
+    from .stage_parameters import GradientSize, StageParameters
     from .step_model import (
         CollectiveRecord,
         MemoryRules,
@@ -33,9 +34,10 @@ else:
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
             "engines.exact_stage": ["ExactStage"],
+            "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
-            "stage_parameters": ["StageParameters"],
+            "stage_parameters": ["GradientSize", "StageParameters"],
             "step_model": [
                 "CollectiveRecord",
                 "MemoryRules",
@@ -53,6 +55,7 @@ __all__ = [
     "CollectiveRecord",
     "ExactStage",
     "ExternalEngine",
+    "GradientSize",
     "MemoryRules",
     "MessageMode",
     "MicroBatches",
@@ -61,5 +64,6 @@ __all__ = [
     "StageParameters",
     "StageRunner",
     "StepModel",
+    "can_split_backward",
     "one_forward_one_backward",
 ]

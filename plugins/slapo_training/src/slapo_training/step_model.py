@@ -63,11 +63,13 @@ class MemoryRules(NamedTuple):
             several they are copied there in the last one.
         receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
         keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+        flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
     """
 
     buckets: bool = False
     receive_buffers: bool = False
     keeps_sent: bool = False
+    flattens_gradients: bool = False
 
 
 class StageRunner(ABC):
@@ -79,6 +81,10 @@ class StageRunner(ABC):
     @abstractmethod
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
+
+    def plan(self, program: Program, part: Batch) -> Program:
+        """Return the program for one micro-batch in training."""
+        return program.replan(True, part) if program.replan is not None else program
 
     @abstractmethod
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:

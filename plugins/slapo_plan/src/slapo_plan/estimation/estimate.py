@@ -12,10 +12,10 @@ import torch.distributed as dist
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import PipelineAction, StepModel
 
-from ..measurement.stage_run import StageRecord
+from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
-from .rank_memory import rank_memory
+from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
 
@@ -52,7 +52,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
-    planned = program.replan(True, parts[0]) if program.replan is not None else program
+    planned = runner.plan(program, parts[0])
     split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
     records = stage_records(planned, runner, parts[0], _factory(options["optimizer"]), split)
     rules = model.memory_rules(program, options)
@@ -60,7 +60,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
     ranks, collectives = [], []
     for rank in range(layout["pp"]):
         own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
-        memory = rank_memory(own, order[rank], rules, len(parts), nbytes)
+        memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
         collectives += _collectives(program, rank, own, order[rank])
     return Estimate(**about, ranks=ranks, collectives=collectives)
@@ -85,13 +85,27 @@ def _factory(optimizer: Any) -> Any:
     return optimizer
 
 
+def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> RankPlaces:
+    """Return what the stages of a rank share: tied parameters, and tensors between neighbours."""
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    repeated: Counter[int] = Counter()
+    for tie in program.ties if len(program.stages) > 1 else ():
+        for stage in sorted(set(tie.stages) & records.keys())[:-1]:  # the backward reaches the last one first
+            held = sum(each.nbytes for each in program.stages[stage].module.parameters())
+            repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
+    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
+
+
 def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:
-    """Iterate over the work of all actions; the parts of a split backward count as one."""
+    """Iterate over the work of all actions."""
     for kind, index, _ in order:
         if kind == "F":
             yield records[index].forward.work
-        elif kind in "BI":
-            yield records[index].next_backward.work
+        elif kind == "W":
+            yield records[index].next_weights.work
+        else:
+            split = records[index].inputs_backward
+            yield records[index].next_backward.work if kind == "B" or split is None else split.work
 
 
 def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:

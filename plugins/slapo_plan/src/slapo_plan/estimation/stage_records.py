@@ -13,7 +13,8 @@ from torch import nn
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
-from ..measurement.stage_run import OptimizerFactory, StageRecord, run_stage
+from ..measurement.stage_record import StageRecord
+from ..measurement.stage_run import OptimizerFactory, run_stage
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_training import can_split_backward
+
 from ._torch_private import backward_of_inputs, backward_of_weights
 
 
@@ -31,6 +33,11 @@ class SplitBackward:
         self._outputs, self._gradients, self._weights = [*outputs], gradients, weights
         self._received = [*received]
         self._groups: list[dict[str, Any]] | None = None
+
+    @staticmethod
+    def is_possible(outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> bool:
+        """Return True if the backward is split; the first stage runs all of it in the second part."""
+        return not received or can_split_backward(outputs, received)
 
     def run_inputs(self) -> None:
         """Run the part for gradients of received tensors."""

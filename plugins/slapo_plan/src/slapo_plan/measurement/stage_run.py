@@ -2,90 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core import Stage
+from slapo_core import Boundary, Stage
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
-from ..records import Work
+from .gradient_arrivals import GradientArrivals
+from .repeated_blocks import BlockRun, block_runs, trimmed
 from .run_recorder import RunRecorder
+from .segments import PassRecord, SegmentMarks, Segments
 from .split_backward import SplitBackward
+from .stage_record import StageRecord
 from .storage_tracker import resizes_noted, storage_bytes
 
 StageForward = Callable[[tuple[torch.Tensor, ...], Mapping[str, Any]], Any]
 """Runs the stage on its received tensors and its arguments of the batch; returns its outputs, or the loss."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One forward or backward of one micro-batch, or one step of the optimizer.
-
-    Args:
-        peak: Most bytes during the pass beyond those at its start.
-        change: Bytes at its end beyond those at its start; negative in a backward that frees activations.
-        work: Operators and collectives, in order.
-    """
-
-    peak: int = 0
-    change: int = 0
-    work: tuple[Work, ...] = ()
-
-
-_Backward = Callable[[list[torch.Tensor], Sequence[torch.Tensor]], list[PassRecord]]
-"""Runs the backward of outputs, given the received tensors; returns the records of its parts."""
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """One micro-batch through one stage on one rank.
-
-    Args:
-        begin: The start of a step, which gathers what stays gathered.
-        forward: The forward, until its outputs are there.
-        first_backward: The backward that allocates the gradients of parameters, without the gradients that it sends.
-        next_backward: A backward that adds to them, alike.
-        inputs_backward: The first part of a split backward, for gradients of the stage's inputs, alike; None if none is split.
-        first_weights: The second part, for gradients of parameters, which allocates these.
-        next_weights: A second part that adds to them.
-        end: The end of a step, which reduces gradients and frees what was gathered.
-        optimizer: The first step of the optimizer, which allocates its state.
-        received: Bytes of the tensors that the stage receives.
-        sent: Bytes of its outputs; 0 in the last stage.
-        sent_back: Bytes of the gradients of received tensors.
-        parameters: Bytes of parameters between steps.
-        buffers: Bytes of buffers.
-        gradients: Bytes of the gradients of parameters between steps.
-        numbers: Number of elements of parameters.
-        arrival: Indices of parameters in the order in which their gradients arrive in a backward.
-    """
-
-    begin: PassRecord
-    forward: PassRecord
-    first_backward: PassRecord
-    next_backward: PassRecord
-    inputs_backward: PassRecord | None
-    first_weights: PassRecord
-    next_weights: PassRecord
-    end: PassRecord
-    optimizer: PassRecord
-    received: int
-    sent: int
-    sent_back: int
-    parameters: int
-    buffers: int
-    gradients: int
-    numbers: int
-    arrival: tuple[int, ...] = ()
 
 
 def run_stage(
@@ -106,78 +46,109 @@ def run_stage(
         forward: Calls the stage as its engine does.
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
-        splits: True to run two more micro-batches whose backward is split in two.
+        splits: True to run two more micro-batches whose backwards are split in two.
     """
-    sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
-    parameters = parameters or StageParameters()
-    with sandbox.open(grad=True):
-        parameters.bind(stage.module)
-        try:
-            return _StageRun(stage, part, forward, sandbox, parameters).run(optimizer, splits)
-        finally:
-            parameters.close()
+    held = parameters or StageParameters()
+    runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
+    sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
+    with trimmed(runs):
+        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
+        with sandbox.open(grad=True):
+            run = _StageRun(stage, part, forward, sandbox, runs, held)
+            try:
+                return run.record(optimizer, splits, *sizes)
+            finally:
+                held.close()
 
 
 class _StageRun:
+    """Runs of one stage in an open sandbox, with few blocks of each run of equal ones."""
+
     def __init__(
-        self, stage: Stage, part: Mapping[str, Any], forward: StageForward, sandbox: Sandbox, parameters: StageParameters
+        self,
+        stage: Stage,
+        part: Mapping[str, Any],
+        forward: StageForward,
+        sandbox: Sandbox,
+        runs: list[BlockRun],
+        parameters: StageParameters,
     ) -> None:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
+        paths = {id(module): path for path, module in stage.module.named_modules()}
+        blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
+        self.repeated = {paths[id(run.measured)]: run.dropped for run in runs if run.dropped}
+        repeated = {path: {id(each) for each in blocks[path].parameters()} for path in self.repeated}
         self.parameters = parameters
-        self.whole = parameters.whole
-        self.buffers = [*stage.module.buffers()]
-        self.recorder.memory.add([parameters.held, self.buffers, [*part.values()]])
+        parameters.bind(stage.module, sandbox.originals)
+        whole = zip(parameters.whole, parameters.held, strict=True)
+        held = {id(each): own for each, own in whole}
+        self.of_block = {path: [held[each] for each in held if each in ids] for path, ids in repeated.items()}
+        self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
+        self.marks = SegmentMarks(self.recorder, blocks)
+        self.arrivals = GradientArrivals(parameters.whole, repeated, self.repeated)
         self.received = self.sent = self.sent_back = 0
-        self.arrival: list[int] = []
 
-    def run(self, optimizer: OptimizerFactory | None, splits: bool) -> StageRecord:
-        with resizes_noted(self.recorder.memory), self.recorder:
-            begin = self._measure(self.parameters.begin_step)
-            with self._arrivals_noted():
+    def record(
+        self, optimizer: OptimizerFactory | None, splits: bool, parameters: tuple[int, int], buffers: int
+    ) -> StageRecord:
+        with resizes_noted(self.recorder.memory), self.recorder, self.marks:
+            begin = self.marks.measure(self.parameters.begin_step).whole()
+            with self.arrivals.noted():
                 forward, first = self._run_microbatch(self._run_backward)
-            _, following = self._run_microbatch(self._run_backward)
-            parts = self._run_split() if splits else (None, PassRecord(), PassRecord())
-            end = self._measure(self.parameters.end_step)
-            step = self._step(optimizer)
+            following = self._run_microbatch(self._run_backward)[1]
+            parts = self._run_split() if splits else None
+            end = self.marks.measure(self.parameters.end_step).whole()
+        trained = [each for each in self.parameters.held if each.grad is not None]
+        gradients, step = _gradient_bytes(trained), self._step(optimizer, trained)
+        for path, times in self.repeated.items():
+            own = [each for each in self.of_block[path] if each.grad is not None]
+            gradients += times * _gradient_bytes(own)
+            step = PassRecord.join([step, *[self._step(optimizer, own)] * times])
         return StageRecord(
             begin=begin,
             forward=forward,
             first_backward=first[0],
             next_backward=following[0],
-            inputs_backward=parts[0],
-            first_weights=parts[1],
-            next_weights=parts[2],
+            inputs_backward=None if parts is None else parts[0],
+            first_weights=PassRecord() if parts is None else parts[1],
+            next_weights=PassRecord() if parts is None else parts[2],
             end=end,
             optimizer=step,
             received=self.received,
             sent=self.sent,
             sent_back=self.sent_back,
-            parameters=storage_bytes(self.parameters.held),
-            buffers=storage_bytes(self.buffers),
-            gradients=storage_bytes(each.grad for each in self.parameters.held if each.grad is not None),
-            numbers=sum(each.numel() for each in self.parameters.held),
-            arrival=tuple(self.arrival),
+            parameters=parameters[0],
+            buffers=buffers,
+            gradients=gradients,
+            numbers=parameters[1],
+            arrivals=self.arrivals.sizes(),
+            unused=self.arrivals.num_unused,
         )
 
-    def _run_split(self) -> tuple[PassRecord | None, PassRecord, PassRecord]:
-        """Run two micro-batches with split backwards: from no gradients of parameters, and from the first's."""
-        for each in self.whole:
+    def _run_split(self) -> tuple[PassRecord, PassRecord, PassRecord] | None:
+        """Run two micro-batches with split backwards: one without gradients of parameters, and one that adds to them."""
+        for each in self.parameters.whole:
             each.grad = None
         first = self._run_microbatch(self._run_backward_in_parts)[1]
         following = self._run_microbatch(self._run_backward_in_parts)[1]
-        return following[0], first[1], following[1]
+        return (following[0], first[1], following[1]) if len(first) > 1 else None
 
-    def _run_microbatch(self, run_backward: _Backward) -> tuple[PassRecord, list[PassRecord]]:
+    def _run_microbatch(
+        self, run_backward: Callable[[list[torch.Tensor], Sequence[torch.Tensor]], list[PassRecord]]
+    ) -> tuple[PassRecord, list[PassRecord]]:
         received = tuple(map(self._received, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
-        with self.parameters.microbatch():
-            made: list[Any] = []
+        made: list[Any] = []
+        with ExitStack() as context:
+            context.enter_context(self.parameters.microbatch())
             forward = self._measure(lambda: made.append(self.forward(received, self.part)))
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             made.clear()
-            return forward, run_backward(outputs, received)
+            passes = run_backward(outputs, received)
+            rest = self.marks.measure(context.close).whole()  # e.g. the last reductions of FSDP
+        return forward, [*passes[:-1], PassRecord.join([passes[-1], rest])]
 
     def _output_gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         if len(outputs) == 1 and outputs[0].dim() == 0:  # the loss has no gradient that another stage sends
@@ -194,51 +165,38 @@ class _StageRun:
             if trained:
                 torch.autograd.backward(trained, gradients)
 
-        backward = self._measure(run)
-        self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
-        return [replace(backward, change=backward.change - self.sent_back)]
+        return [self._without_sent(self._measure(run), received)]
 
     def _run_backward_in_parts(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PassRecord]:
-        gradients = self._output_gradients(outputs)
-        split = SplitBackward([each for each in outputs if each.requires_grad], gradients, received, self.whole)
+        trained = [each for each in outputs if each.requires_grad]
+        if not SplitBackward.is_possible(trained, received):
+            del trained
+            return self._run_backward(outputs, received)
+        split = SplitBackward(trained, self._output_gradients(outputs), received, self.parameters.whole)
         outputs.clear()
-        first = self._measure(split.run_inputs)
-        sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
-        return [replace(first, change=first.change - sent_back), self._measure(split.run_weights)]
+        del trained
+        first = self._without_sent(self._measure(split.run_inputs), received)
+        return [first, self._measure(split.run_weights)]
 
-    def _step(self, optimizer: OptimizerFactory | None) -> PassRecord:
-        trained = [each for each in self.parameters.held if each.grad is not None]
-        if optimizer is None or not trained:
+    def _without_sent(self, backward: PassRecord, received: Sequence[torch.Tensor]) -> PassRecord:
+        self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
+        return replace(backward, change=backward.change - self.sent_back)
+
+    def _step(self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter]) -> PassRecord:
+        if optimizer is None or not parameters:
             return PassRecord()
-        made = optimizer(trained)
-        return self._measure(made.step)
+        with self.recorder:
+            made = optimizer(parameters)
+            return self.marks.measure(made.step).whole()
 
-    def _received(self, boundary: Any) -> torch.Tensor:
+    def _received(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
 
-    @contextmanager
-    def _arrivals_noted(self) -> Iterator[None]:
-        handles = []
-        for index, parameter in enumerate(self.whole):
-            if parameter.requires_grad:
-                note: Any = partial(_note_arrival, self.arrival, index)
-                handles.append(get_gradient_edge(parameter).node.register_hook(note))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _measure(self, run: Callable[[], Any]) -> PassRecord:
-        memory = self.recorder.memory
-        before = memory.live
-        memory.begin_peak()
-        self.recorder.take_work()
-        run()
-        return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())
+        segments: Segments = self.marks.measure(run)
+        return segments.whole(self.repeated)
 
 
-def _note_arrival(arrival: list[int], index: int, *_: Any) -> None:
-    if index not in arrival:
-        arrival.append(index)
+def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return storage_bytes(each.grad for each in parameters if each.grad is not None)

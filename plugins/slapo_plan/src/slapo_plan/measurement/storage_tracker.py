@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ._torch_private import storage_key
+from ._torch_private import FakeTensor, storage_key
 
 
 class StorageTracker:
@@ -31,7 +31,7 @@ class StorageTracker:
     def add(self, values: Any) -> None:
         """Count the storages of the tensors in nested containers, if they are new."""
         for value in tree_leaves(values):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and has_own_memory(value):
                 self._add_storage(value.untyped_storage())
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
@@ -66,6 +66,11 @@ class StorageTracker:
     def begin_peak(self) -> None:
         """Forget the peak; it starts at what is live."""
         self.peak = self.live
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Return False for a subclass that wraps other tensors, such as a DTensor: its storage has a size, but no memory."""
+    return isinstance(tensor, FakeTensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

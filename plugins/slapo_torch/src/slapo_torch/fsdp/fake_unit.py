@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -140,32 +140,42 @@ class FakeShards(StageParameters):
     """
 
     def __init__(self, program: Program, stage: int, patterns: Sequence[str] | None, gathers_all: bool) -> None:
-        self._replicas, self._gathers_all = program.axis_size("dp"), gathers_all or len(program.stages) > 1
-        self._parameters = [*program.stages[stage].module.parameters()]
-        held = {id(each) for each in self._parameters}
-        self._assigned = assign_parameters(program.module, unit_paths(program.module, patterns), held)
+        self._replicas, gathers_all = program.axis_size("dp"), gathers_all or len(program.stages) > 1
+        self.units_ahead = 1 if patterns is None and not gathers_all else None
+        held = {id(each) for each in program.stages[stage].module.parameters()}
+        assigned = assign_parameters(program.module, unit_paths(program.module, patterns), held)
+        self._assigned = {path: {id(each) for each in parameters if can_shard(each)} for path, parameters in assigned.items()}
+        self._modules = {path: program.module.get_submodule(path) for path in assigned if path and not gathers_all}
         self._runtime: UnitRuntime | None = None
 
-    def bind(self, module: nn.Module) -> None:
+    def bind(self, module: nn.Module, originals: Mapping[int, torch.Tensor]) -> None:
         self.whole = [*module.parameters()]
-        fakes = {id(old): new for old, new in zip(self._parameters, self.whole, strict=True)}
-        self._units = [
-            FakeUnit(path, [fakes[id(each)] for each in some], self._replicas)
-            for path, parameters in self._assigned.items()
-            if (some := [parameter for parameter in parameters if can_shard(parameter)])
-        ]
-        members = {id(each.whole): each for unit in self._units for each in unit.members}
-        self.held = [members[id(each)].local if id(each) in members else each for each in fakes.values()]
+        paths = {id(part): path for path, part in module.named_modules()}
+        units, running = [], []
+        for path, ids in self._assigned.items():
+            if some := [each for each in self.whole if id(originals[id(each)]) in ids]:
+                runs = path in self._modules
+                unit = FakeUnit(paths[id(self._modules[path])] if runs else "", some, self._replicas)
+                (running if runs else units).append(unit)
+        self._step_units = units
+        members = {id(each.whole): each for unit in (*units, *running) for each in unit.members}
+        self.held = [members[id(each)].local if id(each) in members else each for each in self.whole]
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if (member := members.get(id(parameter))) is not None:
                     member.owners.append((part._parameters, name))
-        running = [unit for unit in self._units if unit.path and not self._gathers_all]
-        self._step_units = [unit for unit in self._units if unit not in running]
         if running:
             self._runtime = UnitRuntime(module, running, is_observed=False)
-        for unit in self._units:
+        for unit in (*units, *running):
             unit.free("freed")
+
+    def sizes(self, module: nn.Module) -> tuple[int, int]:
+        numbers = nbytes = 0
+        for each in module.parameters():
+            rows = -(-each.shape[0] // self._replicas) if can_shard(each) else 0
+            kept = rows * each[0].numel() if rows else each.numel()
+            numbers, nbytes = numbers + kept, nbytes + kept * each.element_size()
+        return nbytes, numbers
 
     def begin_step(self) -> None:
         for index, unit in enumerate(self._step_units):
