@@ -18,7 +18,7 @@ class GradientArrivals:
     """Notes the order of gradients in one backward, and puts back those of blocks that were left out.
 
     Args:
-        parameters: Parameters of the stage.
+        parameters: Parameters of the stage, before any is freed.
         blocks: Ids of the parameters of each block that stands for others, by its path.
         repeated: Number of blocks left out that are like it.
     """
@@ -27,6 +27,7 @@ class GradientArrivals:
         self, parameters: Sequence[nn.Parameter], blocks: Mapping[str, Collection[int]], repeated: Mapping[str, int]
     ) -> None:
         self._parameters = [each for each in parameters if each.requires_grad]
+        self._edges = [get_gradient_edge(each) for each in self._parameters]  # a view would allocate a freed storage
         self._path_of = {number: path for path, ids in blocks.items() for number in ids}
         self._repeated = repeated
         self._found: dict[int, nn.Parameter] = {}
@@ -35,14 +36,15 @@ class GradientArrivals:
     def noted(self) -> Iterator[None]:
         """Context of the backward."""
         handles = []
-        for parameter in self._parameters:
+        for parameter, edge in zip(self._parameters, self._edges, strict=True):
             note: Any = partial(self._note, parameter)
-            handles.append(get_gradient_edge(parameter).node.register_hook(note))
+            handles.append(edge.node.register_hook(note))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            self._edges.clear()
 
     def _note(self, parameter: nn.Parameter, *_: Any) -> None:
         self._found.setdefault(id(parameter), parameter)

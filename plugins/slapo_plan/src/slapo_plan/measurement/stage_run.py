@@ -79,6 +79,7 @@ class _StageRun:
         blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
         self.repeated = {paths[id(run.measured)]: run.dropped for run in runs if run.dropped}
         repeated = {path: {id(each) for each in blocks[path].parameters()} for path in self.repeated}
+        self.arrivals = GradientArrivals([*stage.module.parameters()], repeated, self.repeated)
         self.parameters = parameters
         parameters.bind(stage.module, sandbox.originals)
         whole = zip(parameters.whole, parameters.held, strict=True)
@@ -86,7 +87,6 @@ class _StageRun:
         self.of_block = {path: [held[each] for each in held if each in ids] for path, ids in repeated.items()}
         self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
         self.marks = SegmentMarks(self.recorder, blocks)
-        self.arrivals = GradientArrivals(parameters.whole, repeated, self.repeated)
         self.received = self.sent = self.sent_back = 0
 
     def record(
@@ -172,7 +172,8 @@ class _StageRun:
         if not SplitBackward.is_possible(trained, received):
             del trained
             return self._run_backward(outputs, received)
-        split = SplitBackward(trained, self._output_gradients(outputs), received, self.parameters.whole)
+        gradients = self._output_gradients(outputs)  # kept until the end: the engine has them in receive buffers
+        split = SplitBackward(trained, gradients, received, self.parameters.whole)
         outputs.clear()
         del trained
         first = self._without_sent(self._measure(split.run_inputs), received)
