@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from slapo_core import BuildError, Program
-from slapo_training import MemoryRules, MessageMode, PipelineAction, StageParameters, StageRunner, StepModel
+from slapo_training import (
+    CollectiveRecord,
+    MemoryRules,
+    MessageMode,
+    PipelineAction,
+    StageParameters,
+    StageRunner,
+    StepFacts,
+    StepModel,
+)
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
 
@@ -39,6 +48,14 @@ class TorchStepModel(StepModel):
         return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)
 
     @classmethod
+    def collectives(
+        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
+    ) -> list[CollectiveRecord]:
+        from .step_collectives import StepCollectives  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+
+        return [*StepCollectives(program, Options.of(config), rank, facts).records()]
+
+    @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
         """Return how messages are sent: torch's 1F1B waits for each send, its GPipe receives when it needs a tensor."""
         modes: dict[str, MessageMode] = {"1f1b": "blocking", "gpipe": "on_demand"}
@@ -57,7 +74,7 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
-        self._gathers_all = False
+        self.gathers_all = False
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         module, options, rows = self._program.module, self._options, self._options.batch_rows
@@ -88,16 +105,16 @@ class TorchStageRunner(StageRunner):
             return StageParameters()
         from .fsdp.fake_unit import FakeShards  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        return FakeShards(program, stage, self._options.fsdp_units, self._gathers_all)
+        return FakeShards(program, stage, self._options.fsdp_units, self.gathers_all)
 
     def adapts_to(self, error: Exception) -> bool:
         """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""
         from .fsdp.unit import REMEDY  # noqa: PLC0415
 
         is_order = isinstance(error, BuildError) and REMEDY in str(error)
-        if not is_order or self._gathers_all or self._options.fsdp_units is not None:
+        if not is_order or self.gathers_all or self._options.fsdp_units is not None:
             return False
-        self._gathers_all = True
+        self.gathers_all = True
         return True
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MessageMode,
         PipelineAction,
         StageRunner,
+        StepFacts,
         StepModel,
         one_forward_one_backward,
     )
@@ -44,6 +45,7 @@ else:
                 "MessageMode",
                 "PipelineAction",
                 "StageRunner",
+                "StepFacts",
                 "StepModel",
                 "one_forward_one_backward",
             ],
@@ -63,6 +65,7 @@ __all__ = [
     "StageForward",
     "StageParameters",
     "StageRunner",
+    "StepFacts",
     "StepModel",
     "can_split_backward",
     "one_forward_one_backward",

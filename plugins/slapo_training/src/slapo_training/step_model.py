@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from slapo_core import Program
+from slapo_core import Program, Stage
 
 from .batches import Batch
-from .stage_parameters import StageParameters
+from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
 """How an engine sends tensors between stages.
@@ -53,6 +53,24 @@ class CollectiveRecord(NamedTuple):
     nbytes: int
     ranks: tuple[int, ...]
     overlapped: bool = False
+
+
+class StepFacts(NamedTuple):
+    """What the runs of one rank's stages show of a step.
+
+    Args:
+        stages: All stages of the program for a micro-batch.
+        actions: Computations of the rank.
+        arrivals: Gradients of its parameters in the order in which a backward finishes them, those of unused ones behind.
+        unused: Number of its trainable parameters without a gradient.
+        gathers_all: True if parameters that are sharded over replicas are gathered for the whole step.
+    """
+
+    stages: Sequence[Stage]
+    actions: Sequence[PipelineAction]
+    arrivals: Sequence[GradientSize] = ()
+    unused: int = 0
+    gathers_all: bool = False
 
 
 class MemoryRules(NamedTuple):
@@ -101,6 +119,9 @@ class StageRunner(ABC):
         """Return the parameters of a stage as the engine holds them over a step."""
         return StageParameters()
 
+    gathers_all = False
+    """True if parameters that are sharded over replicas are gathered for the whole step."""
+
     def adapts_to(self, error: Exception) -> bool:
         """Change how stages run after an error, if the engine would; return False if the engine raises the error."""
         return False
@@ -148,6 +169,26 @@ class StepModel:
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
         return MemoryRules()
+
+    @classmethod
+    def collectives(
+        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
+    ) -> list[CollectiveRecord]:
+        """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
+
+        These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small
+        reductions by which ranks agree. The step is not the first.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+            rank: Rank along ``pp``; the other ranks need not exist.
+            facts: What the runs of its stages have shown.
+
+        Returns:
+            The records in the order of the step; by default none.
+        """
+        return []
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

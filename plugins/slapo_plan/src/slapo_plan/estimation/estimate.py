@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
-from slapo_training import PipelineAction, StepModel
+from slapo_training import PipelineAction, StepFacts, StepModel
 
 from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
+from .process_groups import group_name
 from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
@@ -62,7 +62,10 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
         memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
-        collectives += _collectives(program, rank, own, order[rank])
+        arrivals = [each for index in reversed(own) for each in own[index].arrivals]
+        unused = sum(each.unused for each in records)
+        facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
+        collectives += _collectives(program, rank, own, model.collectives(program, options, rank, facts), order[rank])
     return Estimate(**about, ranks=ranks, collectives=collectives)
 
 
@@ -115,19 +118,16 @@ def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) 
 
 
 def _collectives(
-    program: Program, rank: int, records: Mapping[int, StageRecord], order: Sequence[PipelineAction]
+    program: Program,
+    rank: int,
+    records: Mapping[int, StageRecord],
+    others: Sequence[CollectiveRecord],
+    order: Sequence[PipelineAction],
 ) -> list[CollectiveTotal]:
+    """Return the collectives of a rank: those within its stages, and ``others``."""
     found: Counter[tuple[str, str, int]] = Counter()
-    for work in _passes(records, order):
+    for work in (*_passes(records, order), others):
         for each in work:
             if isinstance(each, CollectiveRecord):
-                found[each.kind, _axis(program, each.ranks), each.nbytes] += 1
+                found[each.kind, group_name(program.mesh, each.ranks), each.nbytes] += 1
     return [CollectiveTotal(*key, count, rank) for key, count in found.items()]
-
-
-def _axis(program: Program, ranks: tuple[int, ...]) -> str:
-    mesh = program.mesh
-    for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
-        if mesh is not None and tuple(dist.get_process_group_ranks(mesh.get_group(axis))) == ranks:
-            return axis
-    return f"ranks {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
