@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from slapo_training import CollectiveRecord as CollectiveRecord
+
 
 class OperatorRecord(NamedTuple):
     """One call of an operator on a device.
@@ -26,24 +28,6 @@ class OperatorRecord(NamedTuple):
     flops: int
     nbytes: int
     shape: tuple[int, ...] = ()
-
-
-class CollectiveRecord(NamedTuple):
-    """One collective, or one message of a pipeline, as one rank sees it.
-
-    Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
-            ``"gather"``, ``"scatter"`` or ``"send"``.
-        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
-            or all-to-all, the message.
-        ranks: Global ranks of the group, in order; the two ends of a message.
-        overlapped: True if the rank goes on computing while it runs.
-    """
-
-    kind: str
-    nbytes: int
-    ranks: tuple[int, ...]
-    overlapped: bool = False
 
 
 Work = OperatorRecord | CollectiveRecord
