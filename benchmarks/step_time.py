@@ -22,7 +22,7 @@ from slapo_plan.records import CollectiveRecord
 from slapo_plan.simulation import StepCosts, simulate_step
 from slapo_testing import run_distributed
 
-STEPS = 8
+STEPS = 10
 
 
 class Layout(NamedTuple):

@@ -63,7 +63,8 @@ class Measurements:
         ranks: Number of these ranks.
         launch_seconds: Seconds of one tiny operator of a module, forward or backward, with all that Python does for it.
         matmul: FLOP/s by FLOPs of one product, by name of the type.
-        attention: FLOP/s by FLOPs of one head, by name of the type and ``" forward"`` or ``" backward"``.
+        attention: FLOP/s by FLOPs of one head, by name of the type and ``" forward"``, ``" backward"``, ``" causal forward"`` or
+            ``" causal backward"``; those that a causal kernel skips are counted.
         pointwise: Bytes a second of an addition, by bytes.
         in_place: Bytes a second of an addition in place, by bytes.
         operators: Seconds of an operator in units of an addition of as many bytes, in place if its name ends in ``_``.
