@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -44,8 +43,13 @@ class Layout(NamedTuple):
 
 
 TP, PP, DP = (("tp", 2),), (("pp", 2),), (("dp", 2),)
-SMALL, MEDIUM = (256, 4, 8, 128), (512, 6, 8, 128)
+TINY, SMALL, MEDIUM = (256, 2, 8, 32), (256, 4, 8, 128), (512, 6, 8, 128)
 LAYOUTS = [
+    Layout(*TINY),
+    Layout(*TINY, TP),
+    Layout(*TINY, PP, 2),
+    Layout(*TINY, PP, 4),
+    Layout(*TINY, DP, 1),
     Layout(*SMALL),
     Layout(*SMALL, (), 4),
     Layout(*MEDIUM),
@@ -53,7 +57,6 @@ LAYOUTS = [
     Layout(*SMALL, TP),
     Layout(*SMALL, TP, 4),
     Layout(*MEDIUM, TP),
-    Layout(*MEDIUM, TP, 4),
     Layout(*SMALL, PP, 4),
     Layout(*MEDIUM, PP, 4),
     Layout(*MEDIUM, PP, 8),
@@ -80,7 +83,7 @@ class PhaseRecorder(OperatorRecorder):
         return output
 
 
-def run(rank: int, layout: Layout, hardware: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run(rank: int, layout: Layout) -> dict[str, Any]:
     """Return what this rank recorded, and the seconds of its steps."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -125,13 +128,12 @@ def run(rank: int, layout: Layout, hardware: Mapping[str, Any] | None = None) ->
     for hook in hooks:
         hook.remove()
     parameters = sum(each.numel() * 4 for group in engine.optimizer.param_groups for each in group["params"])
-    seconds, actions = [], []
+    seconds = []
     for _ in range(STEPS):
         start = time.perf_counter()
         engine.train_batch(**batch)
         seconds.append(time.perf_counter() - start)
-        actions.append(engine.timeline)
-    return {"phases": dict(recorder.phases), "seconds": seconds, "parameters": parameters, "timeline": actions}
+    return {"phases": dict(recorder.phases), "seconds": seconds, "parameters": parameters}
 
 
 def predict(layout: Layout, found: list[dict[str, Any]], hardware: Hardware) -> Any:
@@ -164,7 +166,7 @@ def predict(layout: Layout, found: list[dict[str, Any]], hardware: Hardware) -> 
         messages,
         model.message_mode(options, pp, pp, layout.microbatches),
         reductions,
-        model.overlaps_reduction(options, pp, pp),
+        here.overlaps and model.overlaps_reduction(options, pp, pp),
         {0: max(1, found[0]["parameters"] // (25 * 2**20))},
         optimizer,
     )

@@ -63,8 +63,8 @@ class Measurements:
         ranks: Number of these ranks.
         launch_seconds: Seconds of one tiny operator of a module, forward or backward, with all that Python does for it.
         matmul: FLOP/s by FLOPs of one product, by name of the type.
-        attention: FLOP/s by FLOPs of one head, by name of the type and ``" forward"``, ``" backward"``, ``" causal forward"`` or
-            ``" causal backward"``; those that a causal kernel skips are counted.
+        attention: FLOP/s by FLOPs of one head, by name of the type and ``" forward"``, ``" backward"``,
+            ``" causal forward"`` or ``" causal backward"``; those that a causal kernel skips are counted.
         pointwise: Bytes a second of an addition, by bytes.
         in_place: Bytes a second of an addition in place, by bytes.
         operators: Seconds of an operator in units of an addition of as many bytes, in place if its name ends in ``_``.
@@ -179,6 +179,11 @@ class Hardware:
         if enough:
             return min(enough, key=lambda each: each.ranks)
         return max(self.measurements, key=lambda each: each.ranks, default=None)
+
+    @property
+    def overlaps(self) -> bool:
+        """True if transfers run beside computation; on a CPU they take the time of the cores that compute."""
+        return self.device_type != "cpu"
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s of products of a type; a type that the file lacks counts as ``float32``."""
