@@ -16,7 +16,8 @@ import torch
 
 from slapo_core import SlapoError
 
-from .description import Hardware, Link, Measurements
+from .cluster_parts import Link, Measurements
+from .description import Hardware
 from .rate_curve import Curve
 
 _TIMEOUT = 600.0

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..records import OperatorRecord, Work
+from .cluster_parts import Measurements
 from .collective_seconds import collective_seconds
-from .description import Hardware, Measurements
+from .description import Hardware
 from .rate_curve import Curve
 
 
