@@ -48,4 +48,4 @@ class CollectiveRecord(NamedTuple):
 
 
 Work = OperatorRecord | CollectiveRecord
-"""What a rank does, in order."""
+"""An entry in the list of what a rank does, in order."""
