@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from .engines.exact_stage import ExactStage
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
-    from .step_model import MessageMode, PipelineAction, StepModel, one_forward_one_backward
+    from .step_model import (
+        MemoryRules,
+        MessageMode,
+        PipelineAction,
+        StageRunner,
+        StepModel,
+        one_forward_one_backward,
+    )
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -26,7 +33,14 @@ else:
             "engines.exact_stage": ["ExactStage"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
-            "step_model": ["MessageMode", "PipelineAction", "StepModel", "one_forward_one_backward"],
+            "step_model": [
+                "MemoryRules",
+                "MessageMode",
+                "PipelineAction",
+                "StageRunner",
+                "StepModel",
+                "one_forward_one_backward",
+            ],
         },
     )
 
@@ -34,10 +48,12 @@ __all__ = [
     "BatchEngine",
     "ExactStage",
     "ExternalEngine",
+    "MemoryRules",
     "MessageMode",
     "MicroBatches",
     "PipelineAction",
     "StageForward",
+    "StageRunner",
     "StepModel",
     "one_forward_one_backward",
 ]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+import torch
+
+from slapo_core import Program
+
+from .batches import Batch
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
 """How an engine sends tensors between stages.
@@ -27,6 +34,43 @@ class PipelineAction(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+
+
+class MemoryRules(NamedTuple):
+    """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
+
+    Args:
+        buckets: True if gradients have buckets that stay between steps. With one micro-batch gradients are views of them, with
+            several they are copied there in the last one.
+        receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
+        keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+    """
+
+    buckets: bool = False
+    receive_buffers: bool = False
+    keeps_sent: bool = False
+
+
+class StageRunner(ABC):
+    """Calls the stages of a program as an engine does, in a process without real ranks.
+
+    Nothing here communicates, and the model does not change. Weights may be on meta or fake.
+    """
+
+    @abstractmethod
+    def split(self, batch: Mapping[str, Any]) -> list[Batch]:
+        """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
+
+    @abstractmethod
+    def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
+        """Run the forward of a stage; return the tensors it sends, or the loss in the last stage.
+
+        Args:
+            program: The program for this micro-batch.
+            stage: Index of the stage.
+            received: Values of the stage's ``inputs``.
+            part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
+        """
 
 
 class StepModel:
@@ -56,6 +100,21 @@ class StepModel:
             BuildError: the schedule cannot run so many stages or micro-batches.
         """
         raise NotImplementedError
+
+    @classmethod
+    def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
+        """Return what runs the stages of a program as the engine does.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
+        """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
+        return MemoryRules()
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

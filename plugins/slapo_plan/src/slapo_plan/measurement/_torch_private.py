@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""Operator that waits for a collective."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the identity of a storage while it lives."""
+    return int(storage._cdata)
 
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
@@ -18,3 +28,10 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     found = resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(found))
+
+
+def fake_store() -> Any:
+    """Return the store of a process group whose other ranks do not exist, for the backend ``"fake"``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
+
+    return FakeStore()
