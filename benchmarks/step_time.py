@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from slapo_plan.hardware import Hardware, calibrate, collective_seconds, work_seconds
 from slapo_plan.measurement import OperatorRecorder
@@ -21,7 +22,8 @@ from slapo_plan.records import CollectiveRecord
 from slapo_plan.simulation import StepCosts, simulate_step
 from slapo_testing import run_distributed
 
-STEPS = 10
+SECONDS = 5.0
+"""Time for the steps of a layout; there are ten at least."""
 
 
 class Layout(NamedTuple):
@@ -128,8 +130,11 @@ def run(rank: int, layout: Layout) -> dict[str, Any]:
     for hook in hooks:
         hook.remove()
     parameters = sum(each.numel() * 4 for group in engine.optimizer.param_groups for each in group["params"])
-    seconds = []
-    for _ in range(STEPS):
+    start, seconds = time.perf_counter(), []
+    engine.train_batch(**batch)
+    steps = [max(10, int(SECONDS / (time.perf_counter() - start)))]
+    dist.broadcast_object_list(steps)
+    for _ in range(*steps):
         start = time.perf_counter()
         engine.train_batch(**batch)
         seconds.append(time.perf_counter() - start)

@@ -21,7 +21,7 @@ from .rate_curve import Curve
 _Call = Callable[..., Any]
 """Call of an operator on two tensors, and one to change in place."""
 
-_LASTS = 0.04
+_LASTS = 0.03
 """Seconds of each measurement."""
 _KEPT_BYTES = 2**26
 """Memory that element-wise operators work on; less would stay in a core's cache."""
