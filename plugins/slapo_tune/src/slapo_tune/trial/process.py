@@ -151,16 +151,21 @@ class TrialOutput:
 
 
 def run_trial(
-    command: Sequence[str], values: Mapping[str, Any], timeout: float | None, interruption: Interruption
+    command: Sequence[str],
+    values: Mapping[str, Any],
+    timeout: float | None,
+    interruption: Interruption,
+    extra_variables: Mapping[str, str] | None = None,
 ) -> TrialOutput | None:
     """Run a command in a session of its own, end every process that it started, and return the output.
 
     After an interruption that is None.
 
-    The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
+    The symbols' values are for its environment, and ``extra_variables`` too; ``timeout`` is in seconds; ``interruption`` ends
+    the trial, too.
     """
     mark = uuid.uuid4().hex
-    environment = trial_environment(values, mark)
+    environment = {**trial_environment(values, mark), **(extra_variables or {})}
     with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(
