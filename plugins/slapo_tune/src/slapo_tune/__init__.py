@@ -25,10 +25,11 @@ from .search_space.symbol import OpenSymbolError, Symbol, TuneError
 
 if TYPE_CHECKING:
     from .measurement.job import MeasurementSettings
+    from .result_output import show_result
     from .sampling.search_plan import PlannedCandidate, SearchPlan
     from .schedule_space.schedule_file import RUN_SYMBOLS, schedule_values
     from .schedule_space.schedule_space import ScheduleSpace
-    from .schedule_tuning import tune
+    from .schedule_tuning import InterruptedTuning, tune
     from .study.trial_result import TrialResult
     from .tune_result import TuneResult
 else:
@@ -39,7 +40,8 @@ else:
             "sampling.search_plan": ["PlannedCandidate", "SearchPlan"],
             "schedule_space.schedule_file": ["RUN_SYMBOLS", "schedule_values"],
             "schedule_space.schedule_space": ["ScheduleSpace"],
-            "schedule_tuning": ["tune"],
+            "schedule_tuning": ["InterruptedTuning", "tune"],
+            "result_output": ["show_result"],
             "study.trial_result": ["TrialResult"],
             "tune_result": ["TuneResult"],
         },
@@ -47,6 +49,7 @@ else:
 
 __all__ = [
     "Database",
+    "InterruptedTuning",
     "MeasurementSettings",
     "OpenSymbolError",
     "PlannedCandidate",
@@ -59,5 +62,6 @@ __all__ = [
     "TuneError",
     "TuneResult",
     "schedule_values",
+    "show_result",
     "tune",
 ]

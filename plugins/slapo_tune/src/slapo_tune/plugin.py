@@ -14,11 +14,3 @@ def slapo_schedule_function(namespace: dict[str, Any], config: Mapping[str, Any]
     from .schedule_space.schedule_file import bind_schedule  # noqa: PLC0415  finding plugins must stay cheap
 
     return bind_schedule(namespace, config)
-
-
-@hookimpl
-def slapo_commands(app: Any) -> None:
-    """``slapo tune``."""
-    from .command import register  # noqa: PLC0415  needs what only the command line has
-
-    register(app)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,25 @@ from .schedule_space.schedule_file import SpaceFunction, read_schedule_file
 from .search import Budget, print_progress
 from .search_space.symbol import TuneError
 from .subjects.schedule_subject import ScheduleSubject
-from .trial.process import MARK, Interruption
+from .trial.process import MARK, Interruption, signal_name
 from .tune_result import TuneResult
 from .tuning_run import SearchSettings, run_search
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
+
+
+class InterruptedTuning(KeyboardInterrupt):
+    """A signal ended the search. Trials that had ended are in the database.
+
+    Args:
+        result: The result so far.
+    """
+
+    def __init__(self, result: TuneResult) -> None:
+        self.result = result
+        super().__init__(f"interrupted by {signal_name(result.interrupted)}")
 
 
 def tune(
@@ -91,7 +102,7 @@ def tune(
 
     Raises:
         TuneError: the arguments, the space or the database cannot be used.
-        KeyboardInterrupt: Ctrl-C; the best so far has been reported, and is in the database.
+        InterruptedTuning: Ctrl-C or another signal; a ``KeyboardInterrupt`` whose ``result`` has the best so far.
     """
     if MARK in os.environ:
         raise TuneError("tune: called while a trial imports the script; call it under `if __name__ == '__main__':`")
@@ -127,7 +138,7 @@ def tune(
     finally:
         subject.close()
     if result.interrupted:
-        raise KeyboardInterrupt(f"interrupted by {signal.Signals(result.interrupted).name}")
+        raise InterruptedTuning(result)
     return result
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .search_space.space import Space
 from .search_space.symbol import TuneError
 from .study.trial_result import REFUSED, TrialResult
 
-WriteSchedule = Callable[[Mapping[str, Any], Path], None]
+WriteSchedule = Callable[[Mapping[str, Any], Path], object]
 """Writes the schedule of a configuration as a Python schedule file, without its values."""
 
 
@@ -89,6 +89,21 @@ class TuneResult:
             unfinished.unlink(missing_ok=True)
             raise TuneError(f"save({str(target)!r}): it cannot be written: {err}; choose another file") from err
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with trials, best so far, and importances.
+
+        Raises:
+            TuneError: slapo-report is not installed, or the file cannot be written.
+        """
+        try:
+            page = importlib.import_module("slapo_report").tune_page(self.to_dict())
+        except ImportError as err:
+            raise TuneError("report: the page needs slapo-report; pip install slapo-report") from err
+        try:
+            Path(path).write_text(page, encoding="utf-8")
+        except OSError as err:
+            raise TuneError(f"report({os.fspath(path)!r}): it cannot be written: {err}; choose another file") from err
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, the input of the page."""
         return {
@@ -117,9 +132,3 @@ class TuneResult:
             shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.importances.items())
             lines.append(f"importance: {shares}")
         return "\n".join(lines)
-
-
-def prediction_error(trials: Sequence[TrialResult]) -> float | None:
-    """Return the median factor between measured and predicted seconds; None without predictions."""
-    logs = sorted(math.log(each.seconds / each.predicted) for each in trials if each.seconds and each.predicted)
-    return math.exp(logs[len(logs) // 2]) if logs else None

@@ -84,7 +84,8 @@ def run_search(
     result = _result(study, search, settings, interruption.number or 0)
     if result.interrupted:
         goes_on = "the same call goes on there" if database is not None else "with a database it could go on"
-        report(f"interrupted by {signal_name(result.interrupted)} after {len(result.trials)} trials; {goes_on}")
+        best = f"; best so far: {result.best}" if result.best else ""
+        report(f"interrupted by {signal_name(result.interrupted)} after {len(result.trials)} trials; {goes_on}{best}")
     return result
 
 

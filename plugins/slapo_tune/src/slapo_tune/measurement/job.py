@@ -117,9 +117,10 @@ class TrialJob:
         return copy.deepcopy(self.model, dict(tensors))
 
     def trial_model(self) -> nn.Module:
-        """Return the model of a trial: with its weights, or without where ``model`` is a function."""
+        """Return the model of a trial: on the device with its weights, or without weights where ``model`` is a function."""
         if isinstance(self.model, nn.Module):
-            return self.model
+            has_weights = not any(each.is_meta for each in self.model.parameters())
+            return self.model.to(self.device) if has_weights else self.model
         with init_empty_weights():
             return self.model()
 
@@ -127,8 +128,8 @@ class TrialJob:
         """Return the unmodified model with weights, the same on every rank."""
         model = self.trial_model()
         create_schedule(model)  # names the parameters, which seeds their values
-        materialize(model, seed=self.seed)
-        return model
+        materialize(model, seed=self.seed, device=self.device)
+        return model.to(self.device)
 
     def make_schedule(self, model: nn.Module, mesh: DeviceMesh, space: ScheduleSpace, values: Mapping[str, Any]) -> Schedule:
         """Schedule a model.

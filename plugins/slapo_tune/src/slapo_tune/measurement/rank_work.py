@@ -56,7 +56,7 @@ def _measure(job: TrialJob, order: Mapping[str, Any], mesh: DeviceMesh) -> dict[
     values = order["values"]
     pp, dp, tp = (mesh[axis].get_local_rank() for axis in AXES)
     set_random_seed(job.seed, dp_rank=dp, pp_rank=pp, tp_rank=tp)
-    sch = job.make_schedule(job.trial_model().to(job.device), mesh, ScheduleSpace(values), values)
+    sch = job.make_schedule(job.trial_model(), mesh, ScheduleSpace(values), values)
     engine = build(sch, job.target, optimizer=job.optimizer, loss_fn=job.loss_fn, seed=job.seed, **job.build_options(values))
     args, kwargs = job.share(mesh["dp"].size(), dp)
 
@@ -87,7 +87,7 @@ def _value_of_rank_0(value: bool) -> bool:
 
 
 def _verify(job: TrialJob, values: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    model = job.whole_model().to(job.device)
+    model = job.whole_model()
     set_random_seed(job.seed, tp_rank=mesh["tp"].get_local_rank())
     schedule = partial(_schedule_copy, job, mesh, values)
     options = job.build_options(values)

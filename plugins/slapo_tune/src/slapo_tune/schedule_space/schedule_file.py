@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,14 +38,14 @@ def takes_space(function: Any) -> bool:
 def bind_schedule(namespace: Mapping[str, Any], config: Mapping[str, Any] | None) -> Callable[[Schedule], Any] | None:
     """Return the schedule of a file with its space bound; None if ``schedule`` takes no space.
 
-    The values are those of ``config``, else of the variable ``SLAPO_SCHEDULE_VALUES``, over the file's ``best``. A
+    The values are those of ``config``, over the variable ``SLAPO_SCHEDULE_VALUES``, over the file's ``best``. A
     ``ScheduleSpace`` as ``config`` chooses them itself.
     """
     function = namespace.get("schedule")
     if not callable(function) or not takes_space(function):
         return None
-    given = _variable() if config is None else config
-    space = given if isinstance(given, ScheduleSpace) else ScheduleSpace({**_best(namespace), **given})
+    given = dict(config or {})
+    space = config if isinstance(config, ScheduleSpace) else ScheduleSpace({**_best(namespace), **_variable(), **given})
     declare(namespace.get("space"), space)
     return partial(_run_with_space, function, space, given)
 
@@ -81,7 +82,13 @@ def declare(function: Any, space: ScheduleSpace) -> None:
         return
     if not callable(function):
         raise TuneError(f"space is {function!r}; make it a function that declares symbols, def space(space)")
-    function(space)
+    try:
+        function(space)
+    except SlapoError:
+        raise
+    except Exception as err:
+        frame = traceback.extract_tb(err.__traceback__)[-1]
+        raise TuneError(f"space(space) fails at {frame.filename}:{frame.lineno} with {type(err).__name__}: {err}") from err
 
 
 def read_schedule_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -119,7 +126,6 @@ def schedule_values(path: str | os.PathLike[str]) -> dict[str, Any]:
         best = {**_best(namespace), **_variable()}
         space = ScheduleSpace(best)
         declare(namespace.get("space"), space)
-    except Exception as err:
-        kind = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
-        raise TuneError(f"schedule({os.fspath(path)!r}): its space cannot be used: {kind}{err}") from err
+    except SlapoError as err:
+        raise TuneError(f"schedule({os.fspath(path)!r}): its space cannot be used: {err}") from err
     return {**best, **space}

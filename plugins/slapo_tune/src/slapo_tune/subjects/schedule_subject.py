@@ -72,8 +72,8 @@ class ScheduleSubject:
                 self._check(schedule, space)
         except TuneError:
             raise
-        except SlapoError as err:
-            return f"refused: {err}"
+        except Exception as err:  # the user's schedule runs here
+            return f"refused: {'' if isinstance(err, SlapoError) else f'{type(err).__name__}: '}{err}"
         finally:
             if late := [name for name in (*AXES, "microbatches") if name in space and name not in early]:
                 raise TuneError(f"symbol {late[0]!r}: the layout needs it before the schedule runs; declare it in space(space)")

@@ -19,12 +19,14 @@ class Subject(Protocol):
     Args:
         name: Name of the study: equal for equal subjects.
         command: How a user would run it, for the classic record.
-        declared: The function that declares symbols without a model; None if there is none.
     """
 
     name: str
     command: str
-    declared: SpaceFunction | None
+
+    @property
+    def declared(self) -> SpaceFunction | None:
+        """The function that declares symbols without a model; None if there is none."""
 
     def declare(self, space: ScheduleSpace) -> str:
         """Declare all symbols of a configuration; return the sentence of a refusal, or ``""``."""
