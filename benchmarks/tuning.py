@@ -27,11 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, set_random_seed
 from slapo_tune.measurement.job import AXES, TrialJob
-from slapo_tune.sampling.plan_sampler import PlanSampler
 from slapo_tune.sampling.search_plan import Predictions
 from slapo_tune.schedule_space.exploration import enumerate_space
 from slapo_tune.schedule_space.schedule_space import ScheduleSpace, configuration_key
-from slapo_tune.search import Budget, Search, best_of, values_in
+from slapo_tune.search import Budget, Search, values_in
 from slapo_tune.study.storage import open_storage
 from slapo_tune.study.trial_result import FAILED, MEASURED, TrialResult
 from slapo_tune.study.tuning_study import TuningStudy
@@ -94,7 +93,10 @@ def configurations() -> list[dict[str, Any]]:
 
 
 def measure() -> None:
-    """Measure every configuration in one long-lived pair of processes, in random order, and store the medians."""
+    """Measure every configuration in one long-lived pair of processes, in random order.
+
+    Seconds of another run are added to those that are stored.
+    """
     order = torch.randperm(len(configurations()), generator=torch.Generator().manual_seed(0)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "lines.jsonl")
@@ -107,7 +109,11 @@ def measure() -> None:
                 if len(file.read_text().splitlines()) == done:
                     _note(file, {"place": order[done], "error": str(err).strip().splitlines()[-1]})
         found = {record.pop("place"): record for record in map(json.loads, file.read_text().splitlines())}
-    records = [{"values": values, **found[place]} for place, values in enumerate(configurations())]
+    earlier = json.loads(DATA.read_text()) if DATA.exists() else [{}] * len(found)
+    records = []
+    for place, values in enumerate(configurations()):
+        steps = [*earlier[place].get("seconds", []), *found[place].get("seconds", [])]
+        records.append({"values": values, **({"seconds": steps} if steps else found[place])})
     DATA.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
 
 
@@ -154,5 +160,184 @@ def _step_seconds(subject: TrialJob, values: Mapping[str, Any]) -> list[float]:
     return [round(step(), 5) for _ in range(STEPS)]
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["measure"]:
-    measure()
+class Prediction(NamedTuple):
+    """Prediction of the closed formula for one configuration."""
+
+    settings: dict[str, Any]
+    step_seconds: float
+
+
+class FormulaPlan:
+    """Predictions by a closed formula, uncalibrated: a stand-in for a planner that has errors of its own.
+
+    It counts forwards, half of them per rank, the bubble of 1F1B, and a constant cost per micro-batch. It knows nothing of
+    communication, of FSDP's gathering, of uneven cuts, or of what Python costs.
+    """
+
+    def __init__(self, values: Sequence[Mapping[str, Any]]) -> None:
+        found = [Prediction(dict(each), self.seconds(each)) for each in values]
+        self.candidates = sorted(found, key=lambda each: each.step_seconds)
+
+    @staticmethod
+    def seconds(values: Mapping[str, Any]) -> float:
+        """Return the seconds of a step, in a unit of its own."""
+        work = 3 + values["checkpointed"] / LAYERS
+        microbatches = values["microbatches"]
+        bubble = (microbatches + 1) / microbatches if values["pp"] == 2 else 1.0
+        return work / 2 * bubble + 0.1 * microbatches
+
+
+class ReplayedSubject:
+    """The space as a subject whose trials were run before."""
+
+    name = command = "replay"
+    declared = staticmethod(space)
+
+    def __init__(self, seconds: Mapping[str, float | None]) -> None:
+        self._seconds = seconds
+
+    def declare(self, own: ScheduleSpace) -> str:
+        """Declare the symbols; nothing is refused."""
+        space(own)
+        return ""
+
+    def measure(
+        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
+    ) -> TrialResult:
+        """Return the stored result."""
+        seconds = self._seconds[configuration_key(values)]
+        if seconds is None:
+            return TrialResult(number, dict(values), FAILED, message="failed when it was measured")
+        return TrialResult(number, dict(values), MEASURED, throughput=ROWS / seconds, seconds=seconds)
+
+    def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
+        """Return None: a replay has no model."""
+        return None
+
+
+def stored_seconds() -> dict[str, float | None]:
+    """Return the seconds of every configuration: the fastest of its steps, since other work shared the machine."""
+    records = json.loads(DATA.read_text())
+    return {configuration_key(each["values"]): min(each["seconds"]) if "seconds" in each else None for each in records}
+
+
+def gaps(
+    seconds: Mapping[str, float | None], trials: int, make: Callable[[int], Any], plan: Any = None
+) -> Iterator[list[float]]:
+    """Yield for each seed how far the best of the first 1, 2, ... trials is above the best of all, as a share."""
+    best = min(each for each in seconds.values() if each is not None)
+    for seed in range(SEEDS):
+        storage, _ = open_storage(None)
+        study = TuningStudy(storage, "replay")
+        search = Search(
+            ReplayedSubject(seconds),
+            study,
+            make(seed),
+            Predictions(plan),
+            Budget(trials),
+            Interruption(),
+            lambda line: None,
+            seed,
+        )
+        search.run()
+        found = [each.seconds or math.inf for each in study.results()]
+        yield [min(found[: count + 1]) / best - 1 for count in range(len(found))]
+
+
+def optuna_gaps(seconds: Mapping[str, float | None], trials: int) -> Iterator[list[float]]:
+    """Yield the same for Optuna's TPE as it comes, which repeats configurations and knows none by default."""
+    best = min(each for each in seconds.values() if each is not None)
+    for seed in range(SEEDS):
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        study.optimize(partial(stored_objective, seconds), n_trials=trials)
+        found = [each.value if each.value is not None else math.inf for each in study.trials]
+        yield [min(found[: count + 1]) / best - 1 for count in range(len(found))]
+
+
+def stored_objective(seconds: Mapping[str, float | None], trial: optuna.Trial) -> float:
+    """Return the stored seconds of the configuration that Optuna suggests."""
+    own = OptunaSpace(trial)
+    space(own)
+    found = seconds[configuration_key(own)]
+    if found is None:
+        raise optuna.TrialPruned
+    return found
+
+
+class OptunaSpace(ScheduleSpace):
+    """A space whose values are suggested by Optuna itself."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        super().__init__()
+        self._trial = trial
+
+    def _decide(self, symbol: Any, default: Any) -> Any:
+        return self._trial.suggest_categorical(f"{symbol.name} {symbol.shown()}", symbol.candidates)
+
+
+def random_order(seed: int) -> str:
+    """Return the sampler of random search, without repetition."""
+    return "random"
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Spearman's correlation."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        return [ordered.index(each) + (ordered.count(each) - 1) / 2 for each in values]
+
+    return statistics.correlation(ranks(left), ranks(right))
+
+
+def main() -> None:
+    """Print the table."""
+    seconds = stored_seconds()
+    values = configurations()
+    known = [each for each in seconds.values() if each is not None]
+    plan, budget = FormulaPlan(values), len(seconds) // 10
+    pairs = [(found, plan.seconds(each)) for each in values if (found := seconds[configuration_key(each)]) is not None]
+    within = sum(each <= (1 + TOLERANCE) * min(known) for each in known)
+    rows = {
+        "slapo.tune, predictions of a closed formula": gaps(seconds, budget, lambda seed: "plan", plan),
+        "slapo.tune": gaps(seconds, budget, lambda seed: "plan"),
+        "Optuna's TPE in slapo.tune, no repetitions": gaps(seconds, budget, lambda seed: "tpe"),
+        "Optuna's TPE as it comes": optuna_gaps(seconds, budget),
+        "random search": gaps(seconds, budget, random_order),
+        "the formula's order alone": iter([formula_order(seconds, plan, budget)]),
+    }
+    print(f"## Tuning: {len(seconds)} configurations of a GPT-2 on 2 gloo ranks, at most {budget} trials, {SEEDS} seeds\n")
+    head = f"within {TOLERANCE:.0%} of the best after, median (worst) | seeds within it | gap after 5, 10, {budget} trials"
+    print(f"| search | {head} |")
+    print("|---|---|---|---|")
+    for name, found in rows.items():
+        print(f"| {name} | {summary([*found], budget)} |", flush=True)
+    print(
+        f"\nThe fastest configuration takes {1e3 * min(known):.0f} ms, the median one {1e3 * statistics.median(known):.0f} ms; "
+        f"{within} of {len(seconds)} are within {TOLERANCE:.0%} of it, and {len(seconds) - len(known)} fail. The formula knows "
+        f"no communication; its rank correlation with the measured seconds is "
+        f"{rank_correlation(*zip(*pairs, strict=True)):.2f}."
+    )
+
+
+def formula_order(seconds: Mapping[str, float | None], plan: FormulaPlan, trials: int) -> list[float]:
+    """Return the gaps of trying the candidates in the order of the formula."""
+    best = min(each for each in seconds.values() if each is not None)
+    found = [seconds[configuration_key(each.settings)] or math.inf for each in plan.candidates[:trials]]
+    return [min(found[: count + 1]) / best - 1 for count in range(trials)]
+
+
+def summary(runs: Sequence[Sequence[float]], budget: int) -> str:
+    """Return the cells of a row."""
+    first = sorted(next((count for count, gap in enumerate(run, 1) if gap <= TOLERANCE), budget + 1) for run in runs)
+    reached = sum(count <= budget for count in first)
+    median, worst = (f"{count}" if count <= budget else f"over {budget}" for count in (first[len(first) // 2], first[-1]))
+    later = ", ".join(f"{statistics.median(run[count - 1] for run in runs):.1%}" for count in (5, 10, budget))
+    return f"{median} ({worst}) | {reached} of {len(runs)} | {later}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["measure"]:
+        measure()
+    else:
+        main()

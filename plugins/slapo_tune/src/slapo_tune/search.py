@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 
 from slapo_core import UnknownNameError
@@ -31,10 +33,14 @@ LARGEST_SPACE = 20_000
 MOST_REFUSALS = 10
 """Refused configurations for each trial of the budget, after which the search ends."""
 
-SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
-    "random": lambda seed: RandomSampler(seed=seed),
-    "tpe": lambda seed: TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True),
-}
+
+def _tpe(seed: int) -> BaseSampler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of the arguments that conditional symbols need
+        return TPESampler(seed=seed, multivariate=True, group=True, constant_liar=True)
+
+
+SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {"random": lambda seed: RandomSampler(seed=seed), "tpe": _tpe}
 """Samplers by name, beside ``"plan"``, the tuner's own."""
 
 SkippedConfiguration = tuple[Path, str]
