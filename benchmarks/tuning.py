@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import optuna
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -103,7 +103,9 @@ def measure() -> None:
         file.touch()
         while (done := len(file.read_text().splitlines())) < len(order):
             try:
-                mp.spawn(_measure_rank, (order[done:], str(file), str(Path(folder, f"meeting{done}"))), nprocs=2)
+                torch.multiprocessing.spawn(
+                    _measure_rank, (order[done:], str(file), str(Path(folder, f"meeting{done}"))), nprocs=2
+                )
             except Exception as err:
                 print(err, file=sys.stderr)
                 if len(file.read_text().splitlines()) == done:
@@ -130,7 +132,7 @@ def _measure_rank(rank: int, order: Sequence[int], file: str, meeting: str) -> N
         values = all_values[place]
         start = time.perf_counter()
         try:
-            record = {"seconds": _step_seconds(subject, values)}
+            record: dict[str, Any] = {"seconds": _step_seconds(subject, values)}
         except Exception as err:
             record = {"error": " ".join(f"{type(err).__name__}: {err}".split())[:300]}
         if rank == 0:

@@ -1,7 +1,7 @@
 """Code that the dialects of all engines share: micro-batches, labels, losses, options.
 
-``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects, and ``ExactStage`` of pipeline stages. They
-are imported when first used, so that loading the plugin stays cheap.
+``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects, and ``ExactStage`` of pipeline stages.
+``StepModel`` tells planners about a step. They are imported when first used, so that loading the plugin stays cheap.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from .engines.exact_stage import ExactStage
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .step_model import (
+        MemoryRules,
+        MessageMode,
+        PipelineAction,
+        StageRunner,
+        StepModel,
+        one_forward_one_backward,
+    )
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -25,7 +33,27 @@ else:
             "engines.exact_stage": ["ExactStage"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "step_model": [
+                "MemoryRules",
+                "MessageMode",
+                "PipelineAction",
+                "StageRunner",
+                "StepModel",
+                "one_forward_one_backward",
+            ],
         },
     )
 
-__all__ = ["BatchEngine", "ExactStage", "ExternalEngine", "MicroBatches", "StageForward"]
+__all__ = [
+    "BatchEngine",
+    "ExactStage",
+    "ExternalEngine",
+    "MemoryRules",
+    "MessageMode",
+    "MicroBatches",
+    "PipelineAction",
+    "StageForward",
+    "StageRunner",
+    "StepModel",
+    "one_forward_one_backward",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from slapo_report import tune_page
 
 from .search_space.space import Space
 from .search_space.symbol import TuneError
@@ -29,7 +30,7 @@ class TuneResult:
         skipped: Values that the plan rules out, with its sentence.
         importances: Share of each symbol in the variation of the seconds of a step; empty with fewer than three trials.
         space: Candidates of each symbol.
-        budget: ``{"trials": ..., "seconds": ...}`` and what was used.
+        budget: Trials, and the limits in seconds.
         interrupted: Signal that ended the search, or 0.
     """
 
@@ -93,14 +94,10 @@ class TuneResult:
         """Write a page with trials, best so far, and importances.
 
         Raises:
-            TuneError: slapo-report is not installed, or the file cannot be written.
+            TuneError: the file cannot be written.
         """
         try:
-            page = importlib.import_module("slapo_report").tune_page(self.to_dict())
-        except ImportError as err:
-            raise TuneError("report: the page needs slapo-report; pip install slapo-report") from err
-        try:
-            Path(path).write_text(page, encoding="utf-8")
+            Path(path).write_text(tune_page(self.to_dict()), encoding="utf-8")
         except OSError as err:
             raise TuneError(f"report({os.fspath(path)!r}): it cannot be written: {err}; choose another file") from err
 

@@ -102,7 +102,8 @@ def _report_best(study: TuningStudy, report: Callable[[str], None]) -> None:
 def _result(study: TuningStudy, search: Search | None, settings: SearchSettings, interrupted: int) -> TuneResult:
     results = study.results()
     symbols = {symbol.name: symbol for path in study.paths() for symbol, _ in path}
-    budget = {"trials": settings.budget.trials, "seconds": settings.budget.seconds, "timeout": settings.timeout}
+    limits = {"search_seconds": settings.budget.seconds, "trial_seconds": settings.timeout}
+    budget = {"trials": settings.budget.trials} | {name: limit for name, limit in limits.items() if limit is not None}
     return TuneResult(
         name=study.name,
         trials=tuple(results),

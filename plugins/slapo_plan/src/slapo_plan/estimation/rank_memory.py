@@ -1,0 +1,110 @@
+"""Memory of one rank over a step, put together from the records of its stages in the order of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slapo_training import MemoryRules, PipelineAction
+
+from ..measurement.stage_run import StageRecord
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of a rank at the peak of a step, in bytes.
+
+    Args:
+        kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients,
+            ``optimizer``, ``batch``, ``messages`` (receive
+            buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
+        when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
+        held: Bytes between steps.
+    """
+
+    kinds: Mapping[str, int]
+    when: str
+    held: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes in the step."""
+        return sum(self.kinds.values())
+
+
+class _Step:
+    """State of a rank's memory while its actions run."""
+
+    def __init__(self, held: dict[str, int]) -> None:
+        self.now = dict(held)
+        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
+
+    def peak(self, working: int, when: str) -> None:
+        total = sum(self.now.values()) + working
+        if total > self.best[0]:
+            self.best = total, {**self.now, "working": working}, when
+
+
+def rank_memory(
+    records: Mapping[int, StageRecord], order: Sequence[PipelineAction], rules: MemoryRules, microbatches: int, batch: int
+) -> RankMemory:
+    """Return the memory of one rank at the peak of a step.
+
+    Args:
+        records: Record of each of its stages, by index.
+        order: Its actions.
+        rules: Memory of the engine beside the model.
+        microbatches: Number of micro-batches.
+        batch: Bytes of the rank's batch.
+    """
+    stages = records.values()
+    gradients = sum(each.gradients for each in stages)
+    step = _Step(
+        {
+            "parameters": sum(each.parameters for each in stages),
+            "buffers": sum(each.buffers for each in stages),
+            "gradients": 0,
+            "buckets": gradients if rules.buckets else 0,
+            "optimizer": sum(each.optimizer.change for each in stages),
+            "batch": batch,
+            "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
+            "activations": 0,
+        }
+    )
+    step.peak(0, "between steps")
+    in_buckets = rules.buckets and microbatches == 1
+    held = sum(step.now.values()) + (0 if rules.buckets else gradients)
+    begun: set[int] = set()
+    on_the_way = 0
+    for kind, index, microbatch in order:
+        record = records[index]
+        name = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}[kind]
+        when = (
+            f"{name} of micro-batch {microbatch}, stage {index}" if len(records) > 1 else f"{name} of micro-batch {microbatch}"
+        )
+        if kind == "W":
+            continue
+        if kind == "F":
+            step.peak(record.forward.peak, when)
+            step.now["activations"] += record.forward.change
+            message = record.sent
+        else:
+            first = index not in begun
+            begun.add(index)
+            backward = record.next_backward
+            if first and not in_buckets:
+                backward = record.first_backward
+                step.peak(backward.peak, when)
+                step.now["gradients"] += record.gradients
+            else:
+                step.peak(backward.peak, when)
+            step.now["activations"] -= record.forward.change
+            message = record.sent_back
+            if rules.keeps_sent:
+                step.now["messages"] += record.sent + record.sent_back
+        if not rules.keeps_sent and rules.receive_buffers and message:
+            step.now["messages"] += message - on_the_way
+            on_the_way = message
+    working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
+    step.peak(working, "optimizer step")
+    return RankMemory(step.best[1], step.best[2], held)

@@ -1,0 +1,74 @@
+"""Records of all stages of a program; of equal stages only some run."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import Program, Stage
+from slapo_training import StageRunner
+
+from ..measurement.stage_run import OptimizerFactory, StageRecord, run_stage
+
+_BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
+
+
+def stage_records(
+    program: Program, runner: StageRunner, part: Mapping[str, Any], optimizer: OptimizerFactory | None
+) -> list[StageRecord]:
+    """Run one micro-batch through the stages of a program.
+
+    Of stages with equal graphs and shapes the first and the last run; if their records differ, all do.
+
+    Args:
+        program: The program for this micro-batch.
+        runner: Runs its stages.
+        part: The micro-batch.
+        optimizer: Makes the optimizer.
+    """
+
+    def record(index: int) -> StageRecord:
+        def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
+            return runner.run(program, index, received, dict(arguments))
+
+        return run_stage(program.stages[index], part, forward, optimizer)
+
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for stage in program.stages:
+        groups[_signature(stage)].append(stage.index)
+    found: dict[int, StageRecord] = {}
+    for equal in groups.values():
+        found |= _records_of_equal(equal, record)
+    return [found[stage.index] for stage in program.stages]
+
+
+def _records_of_equal(equal: list[int], record: Callable[[int], StageRecord]) -> dict[int, StageRecord]:
+    ends = {index: record(index) for index in {equal[0], equal[-1]}}
+    if ends[equal[0]] != ends[equal[-1]]:
+        return ends | {index: record(index) for index in equal[1:-1]}
+    return dict.fromkeys(equal, ends[equal[0]])
+
+
+def _signature(stage: Stage) -> Hashable:
+    """Return what decides the record of a stage, without the numbers of its layers."""
+    code = getattr(stage.module, "code", None)
+    if not isinstance(code, str):
+        return id(stage.module)
+    return (
+        _BLOCK_NUMBER.sub("#", code),
+        tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs),
+        stage.batch_inputs,
+        *((each.shape, each.dtype, each.requires_grad) for each in (*stage.module.parameters(), *stage.module.buffers())),
+        *map(_facts, stage.module.modules()),
+    )
+
+
+def _facts(module: nn.Module) -> Hashable:
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    numbers = re.compile(r"(^|_)(idx|index|id|number|path|name)$")
+    return (type(module).__qualname__, *((name, value) for name, value in plain.items() if not numbers.search(name)))

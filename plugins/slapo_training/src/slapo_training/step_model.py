@@ -1,0 +1,144 @@
+"""What a planner reads about a training step of a dialect, without processes, weights or an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from slapo_core import Program
+
+from .batches import Batch
+
+MessageMode = Literal["overlapped", "on_demand", "blocking"]
+"""How an engine sends tensors between stages.
+
+``"overlapped"``: a message leaves when its tensor is ready, while both ranks go on computing.
+``"on_demand"``: the sender goes on; the transfer begins when the receiver waits for it.
+``"blocking"``: as ``"on_demand"``, and the sender waits for the transfer before its next action of the other direction, or
+after its next action of the same direction.
+"""
+
+
+class PipelineAction(NamedTuple):
+    """One computation of a rank of a pipeline.
+
+    Args:
+        kind: ``"F"`` forward, ``"B"`` backward; ``"I"`` and ``"W"`` are the parts of a backward for inputs and for weights.
+        stage: Index of the stage.
+        microbatch: Index of the micro-batch.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class MemoryRules(NamedTuple):
+    """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
+
+    Args:
+        buckets: True if gradients have buckets that stay between steps. With one micro-batch gradients are views of them, with
+            several they are copied there in the last one.
+        receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
+        keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+    """
+
+    buckets: bool = False
+    receive_buffers: bool = False
+    keeps_sent: bool = False
+
+
+class StageRunner(ABC):
+    """Calls the stages of a program as an engine does, in a process without real ranks.
+
+    Nothing here communicates, and the model does not change. Weights may be on meta or fake.
+    """
+
+    @abstractmethod
+    def split(self, batch: Mapping[str, Any]) -> list[Batch]:
+        """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
+
+    @abstractmethod
+    def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
+        """Run the forward of a stage; return the tensors it sends, or the loss in the last stage.
+
+        Args:
+            program: The program for this micro-batch.
+            stage: Index of the stage.
+            received: Values of the stage's ``inputs``.
+            part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
+        """
+
+
+class StepModel:
+    """Facts about a training step of one dialect, computed from its options alone.
+
+    A dialect publishes a subclass as ``classes["step_model"]``. ``config`` holds the options of ``build``; missing ones have
+    their defaults.
+    """
+
+    @classmethod
+    def action_order(
+        cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int
+    ) -> dict[int, list[PipelineAction]]:
+        """Return the computations of each rank of one pipeline in the order in which the engine runs them.
+
+        Args:
+            config: Options of ``build``.
+            stages: Number of stages.
+            ranks: Number of ranks along ``pp``.
+            microbatches: Number of micro-batches of a step.
+
+        Returns:
+            For each rank along ``pp`` its actions; without a pipeline, rank 0 alternates forwards and backwards. Callers must
+            not change the lists.
+
+        Raises:
+            BuildError: the schedule cannot run so many stages or micro-batches.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
+        """Return what runs the stages of a program as the engine does.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
+        """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
+        return MemoryRules()
+
+    @classmethod
+    def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
+        """Return how the engine sends tensors between stages; arguments as of ``action_order``."""
+        return "blocking"
+
+    @classmethod
+    def overlaps_reduction(cls, config: Mapping[str, Any], stages: int, ranks: int) -> bool:
+        """Return True if gradients are reduced over replicas during the last backward of a stage; False if after it."""
+        return False
+
+
+def one_forward_one_backward(stages: int, microbatches: int) -> dict[int, list[PipelineAction]]:
+    """Return the order of 1F1B with one stage per rank; without a pipeline, of gradient accumulation.
+
+    Rank ``r`` runs ``stages - r`` forwards, then backwards and forwards by turns, then the backwards that are left.
+    """
+    order = {}
+    for rank in range(stages):
+        warmup = min(microbatches, stages - rank)
+        row = [PipelineAction("F", rank, index) for index in range(warmup)]
+        for index in range(microbatches):
+            row.append(PipelineAction("B", rank, index))
+            if index + warmup < microbatches:
+                row.append(PipelineAction("F", rank, index + warmup))
+        order[rank] = row
+    return order
