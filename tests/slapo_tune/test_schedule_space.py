@@ -144,7 +144,7 @@ def test_a_tree_gives_each_configuration_once() -> None:
 
 
 def test_trials_of_another_space_are_noticed() -> None:
-    tree = Exploration([path for path in enumerate_space(conditional, 10) or ()][:2])
+    tree = Exploration((enumerate_space(conditional, 10) or [])[:2])
     space = tree.untried_space(lambda symbol, default, left: left[0])
     with pytest.raises(
         TuneError, match="the space has 1, 2, 4 for 'tp', and earlier trials had 1, 2: the database is of another"

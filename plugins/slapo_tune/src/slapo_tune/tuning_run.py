@@ -81,6 +81,8 @@ def run_search(
     except BaseException:
         _report_best(study, report)
         raise
+    finally:
+        study.close()
     result = _result(study, search, settings, interruption.number or 0)
     if result.interrupted:
         goes_on = "the same call goes on there" if database is not None else "with a database it could go on"

@@ -130,13 +130,15 @@ def importances(
 ) -> dict[str, float]:
     """Return the share of each symbol in the variation of predicted seconds over a pool; the shares add up to 1.
 
-    The share is the variance of the means over the values of the symbol, its main effect.
+    The share is the variance of the means over the values of the symbol, its main effect, among the configurations that have
+    the symbol.
     """
     mean, _ = surrogate.predict(pool, predicted)
     effects = {}
     for symbol in symbols:
         groups = np.array([symbol.index(each[symbol.name]) if symbol.name in each else -1 for each in pool])
-        means = {group: mean[groups == group].mean() for group in set(groups.tolist())}
-        effects[symbol.name] = float(np.var([means[group] for group in groups.tolist()]))
+        own = mean[groups >= 0]
+        sizes = [(mean[groups == group].mean() - own.mean(), np.sum(groups == group)) for group in set(groups.tolist()) - {-1}]
+        effects[symbol.name] = float(sum(count * distance**2 for distance, count in sizes)) / len(pool)
     total = sum(effects.values())
     return {name: effect / total if total else 0.0 for name, effect in sorted(effects.items(), key=lambda item: -item[1])}

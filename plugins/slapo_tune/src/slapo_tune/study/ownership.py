@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +15,25 @@ GRACE_SECONDS = 60.0
 """Seconds after its time limit at which a trial of another machine counts as abandoned."""
 
 
-def own_process() -> dict[str, Any]:
-    """Return data that identify this process: host, number, and start time."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid()), "time": time.time()}
+_RUNS: set[str] = set()
+"""Runs of tuners in this process that have not ended."""
+
+
+def start_run() -> str:
+    """Return the name of a new run of a tuner in this process, which lasts until :func:`end_run`."""
+    _RUNS.add(name := uuid.uuid4().hex)
+    return name
+
+
+def end_run(name: str) -> None:
+    """End a run: the trials that it still owns are abandoned."""
+    _RUNS.discard(name)
+
+
+def own_process(run: str = "") -> dict[str, Any]:
+    """Return data that identify a run in this process: host, number and start time of the process, and the run."""
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())}
+    return {**process, "run": run, "time": time.time()}
 
 
 def is_alive(owner: Mapping[str, Any], time_limit: float | None) -> bool:
@@ -29,6 +46,8 @@ def is_alive(owner: Mapping[str, Any], time_limit: float | None) -> bool:
     if owner.get("host") != socket.gethostname():
         return time_limit is None or time.time() < float(owner.get("time", 0.0)) + time_limit + GRACE_SECONDS
     pid = int(owner.get("pid", 0))
+    if pid == os.getpid():
+        return owner.get("run") in _RUNS
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

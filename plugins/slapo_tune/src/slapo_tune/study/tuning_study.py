@@ -21,7 +21,7 @@ from ..schedule_space.exploration import Path
 from ..schedule_space.schedule_space import SymbolDefinition
 from ..search_space.space import Space
 from ..search_space.symbol import TuneError
-from .ownership import is_alive, own_process
+from .ownership import end_run, is_alive, own_process, start_run
 from .trial_result import TrialResult
 
 _OWNER, _ORDER, _RESULT, _WITHDRAWN, _LIMIT = "owner", "symbols", "result", "withdrawn", "time_limit"
@@ -41,9 +41,14 @@ class TuningStudy:
         self, storage: BaseStorage, name: str, classic: Database | None = None, time_limit: float | None = None
     ) -> None:
         self.name, self._storage, self._classic, self._time_limit = name, storage, classic, time_limit
+        self._run = start_run()
         with _storage_errors():
             self.study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
             self._study_id = storage.get_study_id_from_name(name)
+
+    def close(self) -> None:
+        """End this tuner's part in the study: a trial that it has claimed and not finished may be claimed by others."""
+        end_run(self._run)
 
     def trials(self) -> list[FrozenTrial]:
         """Return the trials that count, of all tuners: running ones and results; those of tuners that were killed do not."""
@@ -67,7 +72,7 @@ class TuningStudy:
 
         The trial is written whole in one operation. Of two tuners that take one configuration, the lower number keeps it.
         """
-        attributes = {_OWNER: own_process(), _LIMIT: self._time_limit, "predicted": predicted}
+        attributes = {_OWNER: own_process(self._run), _LIMIT: self._time_limit, "predicted": predicted}
         template = running_trial(path, attributes)
         with _storage_errors():
             identity = self._storage.create_new_trial(self._study_id, template_trial=template)
@@ -97,7 +102,7 @@ class TuningStudy:
         """Store the verdict of the verification, which comes after the trial has ended, with the study."""
         if self._classic is not None:
             self._classic.commit(f"{self.name} {Space.cfg_dict_to_str(result.values)}", result.classic_record(command))
-        verdict = {"verified": result.verified, "message": result.message}
+        verdict = {"verified": result.verified, "message": result.message, "state": result.state}
         with _storage_errors():
             self.study.set_user_attr(f"verified.{result.number}", verdict)
 

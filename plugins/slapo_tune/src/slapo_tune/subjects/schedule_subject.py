@@ -51,8 +51,12 @@ class ScheduleSubject:
         self._job, self._space, self._timeout = job, space, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="slapo-tune-")
         self._file = Path(self._folder.name, "job.pt")
-        job.save(self._file)
-        self.name = name or _study_name(job)
+        try:
+            job.save(self._file)
+            self.name = name or _study_name(job)
+        except BaseException:
+            self.close()
+            raise
         self.command = f"slapo.tune of {self.name}"
         self.declared: SpaceFunction | None = None if space is None else self._declared
 
