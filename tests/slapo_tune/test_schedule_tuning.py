@@ -131,7 +131,7 @@ def test_a_killed_tuner_leaves_no_process_and_the_next_one_goes_on(tmp_path: Pat
     assert "trial 1/4" in tuner.stderr.readline()
     time.sleep(3)
     tuner.kill()
-    tuner.wait()
+    tuner.communicate()
     deadline = time.monotonic() + 20
     while (left := launchers(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.2)

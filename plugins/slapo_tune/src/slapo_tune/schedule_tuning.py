@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +132,7 @@ def tune(
     )
     subject = ScheduleSubject(job, function, timeout, name)
     plan = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(prune), verify, seed)
-    write = partial(shutil.copyfile, source) if isinstance(source, str) else subject.steps_source
+    write = partial(_copy_schedule, source) if isinstance(source, str) else subject.steps_source
     try:
         with Interruption() as interruption:
             result = replace(run_search(subject, database, plan, interruption, report), write_schedule=write)
@@ -140,6 +141,11 @@ def tune(
     if result.interrupted:
         raise InterruptedTuning(result)
     return result
+
+
+def _copy_schedule(source: str, values: Mapping[str, Any], path: Path) -> None:
+    """Copy a schedule file, whose space takes any values."""
+    shutil.copyfile(source, path)
 
 
 def _check_numbers(trials: int, timeout: float | None, seconds: float | None) -> None:

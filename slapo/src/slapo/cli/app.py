@@ -33,7 +33,8 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (train.train, tune.tune, verify.verify, listing.primitives, listing.dialects, listing.plugins):
+    app.command(context_settings={"allow_interspersed_args": False})(tune.tune)  # a script's flags are its own
+    for command in (train.train, verify.verify, listing.primitives, listing.dialects, listing.plugins):
         app.command()(command)
     default_registry().call_each("slapo_commands", app=app)
     return app

@@ -54,11 +54,10 @@ def work_as_rank(job: TrialJob, order: Mapping[str, Any], rank: int, folder: Pat
 
 def _measure(job: TrialJob, order: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     values = order["values"]
-    pp, dp, tp = (mesh[axis].get_local_rank() for axis in AXES)
-    set_random_seed(job.seed, dp_rank=dp, pp_rank=pp, tp_rank=tp)
+    set_random_seed(job.seed, tp_rank=mesh["tp"].get_local_rank())  # replicas alike: a schedule may make modules
     sch = job.make_schedule(job.trial_model(), mesh, ScheduleSpace(values), values)
     engine = build(sch, job.target, optimizer=job.optimizer, loss_fn=job.loss_fn, seed=job.seed, **job.build_options(values))
-    args, kwargs = job.share(mesh["dp"].size(), dp)
+    args, kwargs = job.share(mesh["dp"].size(), mesh["dp"].get_local_rank())
 
     def step() -> None:
         engine.train_batch(*args, **kwargs)

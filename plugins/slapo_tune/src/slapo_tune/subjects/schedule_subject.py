@@ -108,7 +108,7 @@ class ScheduleSubject:
         sizes = self._job.sizes(space)
         excepthook = sys.excepthook  # init_process_group puts the rank in front of tracebacks
         with torch.random.fork_rng(devices=[]):
-            set_random_seed(self._job.seed, dp_rank=0, pp_rank=0, tp_rank=0)
+            set_random_seed(self._job.seed, tp_rank=0)
             dist.init_process_group("fake", rank=0, world_size=sizes[0] * sizes[1] * sizes[2])
             try:
                 mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
