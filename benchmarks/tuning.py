@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import optuna
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 from slapo_core import build, set_random_seed
 from slapo_tune.measurement.job import AXES, TrialJob
@@ -103,9 +103,7 @@ def measure() -> None:
         file.touch()
         while (done := len(file.read_text().splitlines())) < len(order):
             try:
-                torch.multiprocessing.spawn(
-                    _measure_rank, (order[done:], str(file), str(Path(folder, f"meeting{done}"))), nprocs=2
-                )
+                spawn(_measure_rank, (order[done:], str(file), str(Path(folder, f"meeting{done}"))), nprocs=2)
             except Exception as err:
                 print(err, file=sys.stderr)
                 if len(file.read_text().splitlines()) == done:
@@ -193,7 +191,7 @@ class ReplayedSubject:
     """The space as a subject whose trials were run before."""
 
     name = command = "replay"
-    declared = staticmethod(space)
+    space_function = staticmethod(space)
 
     def __init__(self, seconds: Mapping[str, float | None]) -> None:
         self._seconds = seconds

@@ -52,7 +52,7 @@ class FunctionSubject:
         declares: bool = True,
     ) -> None:
         self._space, self._seconds, self._refusals, self._wrong = space, seconds, refusals, wrong
-        self.declared = space if declares else None
+        self.space_function = space if declares else None
         self.measured: list[dict[str, Any]] = []
         self.interrupt_after = math.inf
 

@@ -133,7 +133,7 @@ def test_all_configurations_of_a_conditional_space_are_enumerated() -> None:
 
 def test_a_tree_gives_each_configuration_once() -> None:
     tree, found = Exploration(), []
-    while not tree.exhausted:
+    while not tree.is_exhausted:
         space = tree.untried_space(lambda symbol, default, left: left[-1])
         conditional(space)
         tree.add(space.path)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from slapo_core import lazy_names
 
-from .database import Database
 from .search_space.space import Space
 from .search_space.symbol import OpenSymbolError, Symbol, TuneError
+from .study.database import Database
 
 if TYPE_CHECKING:
     from .measurement.job import MeasurementSettings

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from slapo_core import SlapoError
 
 from .configuration import Configuration
-from .database import Database
 from .search_space.symbol import TuneError
+from .study.database import Database
 from .trial.process import Interruption, script_program, signal_name
 from .tuner import Results, Settings, Tuner
 

@@ -103,9 +103,9 @@ class Search:
         self._check_earlier_trials()
 
     def _enumerate(self) -> list[Path] | None:
-        if self._subject.declared is None:
+        if self._subject.space_function is None:
             return None
-        pool = enumerate_space(self._subject.declared, LARGEST_SPACE)
+        pool = enumerate_space(self._subject.space_function, LARGEST_SPACE)
         return pool or None
 
     def _make_sampler(self, sampler: str | BaseSampler, seed: int) -> BaseSampler:
@@ -120,10 +120,10 @@ class Search:
     def _check_earlier_trials(self) -> None:
         """Refuse a database of another space before the first trial."""
         results = self._study.results()
-        if self._subject.declared is not None:
+        if self._subject.space_function is not None:
             for result in results:
-                self._subject.declared(ReplayedSpace(result.values))
-        for result in [each for each in results if each.measured][:1]:  # scheduling a model takes time
+                self._subject.space_function(ReplayedSpace(result.values))
+        for result in [each for each in results if each.is_measured][:1]:  # scheduling a model takes time
             space = ReplayedSpace(result.values)
             self._subject.declare(space)
             if left := [name for name in result.values if name not in space]:
@@ -234,7 +234,7 @@ class Search:
 
 def best_of(results: Sequence[TrialResult]) -> TrialResult | None:
     """Return the result with the highest throughput, of those that were measured to the end."""
-    return max((each for each in results if each.measured), key=lambda each: each.throughput or 0.0, default=None)
+    return max((each for each in results if each.is_measured), key=lambda each: each.throughput or 0.0, default=None)
 
 
 def values_in(path: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class TuneResult:
         found: list[float | None] = []
         best: float | None = None
         for trial in self.trials:
-            if trial.measured and trial.throughput is not None:
+            if trial.is_measured and trial.throughput is not None:
                 best = max(best or 0.0, trial.throughput)
             found.append(best)
         return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .sampling.plan_sampler import PlanSampler
 from .sampling.search_plan import Predictions
-from .sampling.surrogate import Encoding, importances
+from .sampling.surrogate import Coordinates, importances
 from .search import Budget, Search, best_of, print_progress, values_in
 from .study.storage import open_storage
 from .study.trial_result import TrialResult
@@ -128,6 +128,6 @@ def _importances(
         sampler = PlanSampler(search.pool, settings.predictions, settings.seed)
     trials = [each for each in study.trials() if each.state.is_finished()]
     symbols = sampler.symbols(trials)
-    surrogate, _ = sampler.fit(Encoding(symbols), trials)
+    surrogate, _ = sampler.fit(Coordinates(symbols), trials)
     pool = sampler.pool(symbols)
-    return importances(surrogate, symbols, pool, sampler.predicted(pool))
+    return importances(surrogate, symbols, pool, sampler.log_predictions(pool))

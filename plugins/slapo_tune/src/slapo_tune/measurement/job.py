@@ -1,4 +1,4 @@
-"""What a trial trains: model, schedule, batch, layout and options, as one object that a file can hold."""
+"""Subject of a trial: model, schedule, batch, layout and options, as one object that a file can hold."""
 
 from __future__ import annotations
 

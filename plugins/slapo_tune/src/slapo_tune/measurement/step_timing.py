@@ -18,7 +18,7 @@ SLOWER = 1.1
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepMeasurement:
     """Seconds of a training step.
 
     Args:
@@ -49,7 +49,7 @@ def time_steps(
     settings: MeasurementSettings,
     best: float | None,
     agree: Callable[[bool], bool],
-) -> Timing:
+) -> StepMeasurement:
     """Run steps until their median is known well enough.
 
     Args:
@@ -71,7 +71,7 @@ def time_steps(
         pruned = interval is not None and best is not None and interval[0] > SLOWER * best
         over = time.perf_counter() - start > settings.max_seconds or len(seconds) >= settings.max_steps
         done = agree(pruned or interval is not None and (over or _is_narrow(seconds, interval, settings.precision)))
-    return Timing(statistics.median(seconds), median_interval(seconds), len(seconds), pruned)
+    return StepMeasurement(statistics.median(seconds), median_interval(seconds), len(seconds), pruned)
 
 
 def _is_narrow(seconds: Sequence[float], interval: tuple[float, float], precision: float) -> bool:

@@ -16,7 +16,7 @@ from ..schedule_space.exploration import Path
 from ..schedule_space.schedule_space import SymbolDefinition, configuration_key, value_key
 from ..study.tuning_study import distribution, parameter_name, path_of, values_of
 from .search_plan import Predictions
-from .surrogate import Array, Encoding, Surrogate, expected_improvement
+from .surrogate import Array, Coordinates, Surrogate, expected_improvement
 
 POOL_SIZE = 3000
 """Configurations that are compared in one choice; a larger space is sampled."""
@@ -72,14 +72,14 @@ class PlanSampler(BaseSampler):
         """Return the values of the next configuration; empty where nothing is known yet."""
         symbols = self.symbols(trials)
         tried = [values_of(each) for each in trials]
-        pool = self._untried(symbols, tried)
+        pool = self._untried_pool(symbols, tried)
         if not pool:
             return {}
-        predicted = self.predicted(pool)
+        predicted = self.log_predictions(pool)
         measured = any(each.state == TrialState.COMPLETE for each in trials)
         if self._predictions and not measured:
             return dict(pool[int(np.argmin(predicted))])
-        encoding = Encoding(symbols)
+        encoding = Coordinates(symbols)
         if not measured or not self._predictions and len(trials) < min(1 + len(symbols), LARGEST_SPREAD):
             return self._spread(encoding, pool, tried)
         surrogate, best = self.fit(encoding, trials)
@@ -99,7 +99,7 @@ class PlanSampler(BaseSampler):
             return [each for each in self._predictions.configurations() if each]
         return self._products(bases, others)
 
-    def fit(self, encoding: Encoding, trials: Sequence[FrozenTrial]) -> tuple[Surrogate, float]:
+    def fit(self, encoding: Coordinates, trials: Sequence[FrozenTrial]) -> tuple[Surrogate, float]:
         """Return the model of the trials, and the least logarithm of seconds among them.
 
         Running trials count as the model predicts them, so that another tuner's neighbourhood is left to it.
@@ -111,22 +111,22 @@ class PlanSampler(BaseSampler):
         known = measured + failed
         values = [values_of(each) for each in known]
         logs = np.array(seconds + [max(seconds) + FAILURE_PENALTY] * len(failed))
-        surrogate = Surrogate(encoding, values, logs, self.predicted(values))
+        surrogate = Surrogate(encoding, values, logs, self.log_predictions(values))
         if running:
             more = [values_of(each) for each in running]
-            expected, _ = surrogate.predict(more, self.predicted(more))
+            expected, _ = surrogate.predict(more, self.log_predictions(more))
             both = values + more
-            surrogate = Surrogate(encoding, both, np.concatenate([logs, expected]), self.predicted(both))
+            surrogate = Surrogate(encoding, both, np.concatenate([logs, expected]), self.log_predictions(both))
         return surrogate, min(seconds)
 
-    def predicted(self, configurations: Sequence[Mapping[str, Any]]) -> Array:
+    def log_predictions(self, configurations: Sequence[Mapping[str, Any]]) -> Array:
         """Return the logarithms of predicted seconds; a configuration without a prediction gets the median of the others."""
         found = [self._predictions.seconds(each) for each in configurations]
         known = [math.log(each) for each in found if each is not None]
         middle = float(np.median(known)) if known else 0.0
         return np.array([middle if each is None else math.log(each) for each in found])
 
-    def _untried(self, symbols: Sequence[SymbolDefinition], tried: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _untried_pool(self, symbols: Sequence[SymbolDefinition], tried: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return the configurations of the pool that were not tried and that the plan does not rule out."""
         taken = {configuration_key(each) for each in tried}
         left = [each for each in self.pool(symbols) if configuration_key(each) not in taken]
@@ -150,7 +150,7 @@ class PlanSampler(BaseSampler):
         return found
 
     def _spread(
-        self, encoding: Encoding, pool: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]
+        self, encoding: Coordinates, pool: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return the configuration farthest from those tried; before the first, nothing: the defaults."""
         if not tried:

@@ -23,7 +23,7 @@ _UNKNOWN_SPREAD = 0.3
 """Standard deviation of the logarithm of seconds before two trials are known."""
 
 
-class Encoding:
+class Coordinates:
     """Coordinates of configurations: one block of columns per symbol.
 
     Numbers lie between 0 and 1 in the order of the candidates, other candidates in a column each. A symbol that a configuration
@@ -59,7 +59,12 @@ class Surrogate:
     """
 
     def __init__(
-        self, encoding: Encoding, configurations: Sequence[Mapping[str, Any]], seconds: Array, predicted: Array, seed: int = 0
+        self,
+        encoding: Coordinates,
+        configurations: Sequence[Mapping[str, Any]],
+        seconds: Array,
+        predicted: Array,
+        seed: int = 0,
     ) -> None:
         self._blocks, self._encoding, self._predicted = encoding.blocks(configurations), encoding, predicted
         residual = seconds - predicted

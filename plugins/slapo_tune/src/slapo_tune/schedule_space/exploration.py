@@ -34,9 +34,9 @@ class _Node:
     tried: bool = False
 
     @property
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         if not self.tried and self.symbol is not None and len(self.children) == len(self.symbol.candidates):
-            self.tried = all(each.exhausted for each in self.children.values())
+            self.tried = all(each.is_exhausted for each in self.children.values())
         return self.tried
 
     def step(self, symbol: SymbolDefinition, value: Any) -> _Node:
@@ -76,13 +76,13 @@ class Exploration:
         node.tried = True
 
     @property
-    def exhausted(self) -> bool:
-        """Whether no untried configuration is left."""
-        return self._root.exhausted
+    def is_exhausted(self) -> bool:
+        """True if no untried configuration is left."""
+        return self._root.is_exhausted
 
     def untried_space(self, choose: Choose) -> UntriedSpace:
         """Return a space whose values, chosen by ``choose``, make a configuration that was not tried."""
-        if self.exhausted:
+        if self.is_exhausted:
             raise ExhaustedError("all configurations of the space have been tried; give it more candidates")
         return UntriedSpace(self._root, choose)
 
@@ -100,7 +100,7 @@ class UntriedSpace(ScheduleSpace):
         self._node, self._choose = root, choose
 
     def _decide(self, symbol: SymbolDefinition, default: Any) -> Any:
-        left = [value for value in symbol.candidates if not self._node.step(symbol, value).exhausted]
+        left = [value for value in symbol.candidates if not self._node.step(symbol, value).is_exhausted]
         value = self._choose(symbol, default, left)
         if value_key(value) not in map(value_key, left):
             raise TuneError(
@@ -128,7 +128,7 @@ def enumerate_space(function: SpaceFunction, limit: int) -> list[Path] | None:
     """Return all configurations of a space, in the order of nested loops; None if there are more than ``limit``."""
     found: list[Path] = []
     tree = Exploration()
-    while not tree.exhausted:
+    while not tree.is_exhausted:
         space = tree.untried_space(lambda symbol, default, left: left[0])
         function(space)
         if not space.path or len(found) == limit:

@@ -12,8 +12,8 @@ import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, get_storage
 from optuna.storages.journal import BaseJournalBackend
 
-from ..database import Database
 from ..search_space.symbol import TuneError
+from .database import Database
 
 JOURNAL_KEY = "slapo_tune.journal"
 """Entry of the database with the journal of its studies; the other entries are records of trials."""

@@ -47,8 +47,8 @@ class TrialResult:
     """Further keys of the line of JSON that the trial printed."""
 
     @property
-    def measured(self) -> bool:
-        """Whether the trial has a throughput that counts: one that was not refuted by the verification."""
+    def is_measured(self) -> bool:
+        """True if the trial has a throughput that counts: one that was not refuted by the verification."""
         return self.state == MEASURED and self.verified is not False
 
     def data(self) -> dict[str, Any]:
@@ -67,12 +67,12 @@ class TrialResult:
         """Return the record of the classic database."""
         return {
             "config": dict(self.values),
-            "throughput": self.throughput if self.measured else None,
-            "error": None if self.measured else self.message or self.state,
+            "throughput": self.throughput if self.is_measured else None,
+            "error": None if self.is_measured else self.message or self.state,
             "seconds": round(self.wall_seconds, 3),
             "time_limit": self.time_limit,
             "command": command,
-            "result": {"seconds": self.seconds, "interval": self.interval, **self.output} if self.measured else None,
+            "result": {"seconds": self.seconds, "interval": self.interval, **self.output} if self.is_measured else None,
         }
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class TrialResult:
     @property
     def outcome(self) -> str:
         """The throughput with its interval, or the sentence about the failure."""
-        if self.throughput is None or not self.measured:
+        if self.throughput is None or not self.is_measured:
             return self.message or self.state
         spread = ""
         if self.interval is not None:

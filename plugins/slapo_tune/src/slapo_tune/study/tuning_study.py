@@ -16,11 +16,11 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from slapo_core import SlapoError
 
-from ..database import Database
 from ..schedule_space.exploration import Path
 from ..schedule_space.schedule_space import SymbolDefinition
 from ..search_space.space import Space
 from ..search_space.symbol import TuneError
+from .database import Database
 from .ownership import end_run, is_alive, own_process, start_run
 from .trial_result import TrialResult
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,11 @@ class ScheduleSubject:
             self.close()
             raise
         self.command = f"slapo.tune of {self.name}"
-        self.declared: SpaceFunction | None = None if space is None else self._declared
+        self.space_function: SpaceFunction | None = None if space is None else partial(declare, space)
 
     def close(self) -> None:
         """Remove the temporary files."""
         self._folder.cleanup()
-
-    def _declared(self, space: ScheduleSpace) -> None:
-        declare(self._space, space)
 
     def declare(self, space: ScheduleSpace) -> str:
         """Declare all symbols of a configuration by scheduling the model; return the sentence of a refusal, or ``""``."""

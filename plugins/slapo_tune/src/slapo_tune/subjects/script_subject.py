@@ -6,15 +6,16 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..configuration import substitute
 from ..schedule_space.schedule_file import VARIABLE, declare, read_schedule_file
 from ..schedule_space.schedule_space import ScheduleSpace
 from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, check_variables, run_trial
+from ..trial.script_arguments import substitute
 from ..trial.throughput import logged_result, printed_result
 from .subject import trial_result
 
@@ -48,15 +49,11 @@ class ScriptSubject:
         self._program, self._script, self._arguments, self._timeout = [*program], script, [*arguments], timeout
         self.command = shlex.join([script, *arguments])
         self.name = f"{self.command} with {os.path.basename(schedule)}"
-        self._function = namespace["space"]
-
-    def declared(self, space: ScheduleSpace) -> None:
-        """Declare the symbols of the schedule file."""
-        declare(self._function, space)
+        self.space_function = partial(declare, namespace["space"])
 
     def declare(self, space: ScheduleSpace) -> str:
         """Declare all symbols of a configuration; nothing is refused before the script runs."""
-        self.declared(space)
+        self.space_function(space)
         check_variables(space)
         return ""
 

@@ -14,7 +14,7 @@ from ..trial.throughput import error_tail, invalid_throughput
 
 
 class Subject(Protocol):
-    """What is tuned.
+    """Schedule or script whose configurations are tried.
 
     Args:
         name: Name of the study: equal for equal subjects.
@@ -25,7 +25,7 @@ class Subject(Protocol):
     command: str
 
     @property
-    def declared(self) -> SpaceFunction | None:
+    def space_function(self) -> SpaceFunction | None:
         """The function that declares symbols without a model; None if there is none."""
 
     def declare(self, space: ScheduleSpace) -> str:

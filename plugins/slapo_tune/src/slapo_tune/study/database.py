@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .search_space.symbol import TuneError
+from ..search_space.symbol import TuneError
 
 
 class Database:
@@ -62,12 +62,12 @@ class Database:
         """
         data = json_data(list(items), f"append({key!r})")
 
-        def appended(known: Any) -> list[Any]:
+        def with_items(known: Any) -> list[Any]:
             if not isinstance(known, (list, type(None))):
                 raise TuneError(f"database({self._name}): entry {key!r} is no list; {_MEND}")
             return [*(known or ()), *data]
 
-        self._update(key, appended)
+        self._update(key, with_items)
 
     def _update(self, key: str, change: Callable[[Any], Any]) -> None:
         """Replace an entry by what ``change`` makes of it; other processes see the entry before or after."""
