@@ -1,8 +1,8 @@
 """The tuner on a space that was measured exhaustively once: how many trials until it is within 3 % of the best?
 
 ``python -m benchmarks.tuning measure`` runs every configuration of the space on two gloo ranks and writes
-``benchmarks/data/tuning.json``; it takes about half an hour. Without an argument the stored times are replayed: the tuner with
-and without predictions, Optuna's TPE as it comes, and random search, each from many seeds.
+``benchmarks/data/tuning.json``; it takes about ten minutes on a machine without other work. Without an argument the stored
+times are replayed: the tuner with and without predictions, Optuna's TPE as it comes, and random search, each from many seeds.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def measure() -> None:
     Seconds of another run are added to those that are stored.
     """
     order = torch.randperm(len(configurations()), generator=torch.Generator().manual_seed(0)).tolist()
+    DATA.parent.mkdir(exist_ok=True)
+    file = DATA.with_suffix(".jsonl")  # of a run that was ended; the next one goes on there
+    file.touch()
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "lines.jsonl")
-        file.touch()
         while (done := len(file.read_text().splitlines())) < len(order):
             try:
                 spawn(_measure_rank, (order[done:], str(file), str(Path(folder, f"meeting{done}"))), nprocs=2)
@@ -108,13 +109,14 @@ def measure() -> None:
                 print(err, file=sys.stderr)
                 if len(file.read_text().splitlines()) == done:
                     _note(file, {"place": order[done], "error": str(err).strip().splitlines()[-1]})
-        found = {record.pop("place"): record for record in map(json.loads, file.read_text().splitlines())}
+    found = {record.pop("place"): record for record in map(json.loads, file.read_text().splitlines())}
     earlier = json.loads(DATA.read_text()) if DATA.exists() else [{}] * len(found)
     records = []
     for place, values in enumerate(configurations()):
         steps = [*earlier[place].get("seconds", []), *found[place].get("seconds", [])]
         records.append({"values": values, **({"seconds": steps} if steps else found[place])})
     DATA.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
+    file.unlink()
 
 
 def _note(file: Path, record: Mapping[str, Any]) -> None:
@@ -292,6 +294,9 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
 
 def main() -> None:
     """Print the table."""
+    if not DATA.exists():
+        print("## Tuning\n\nNothing is stored; run `python -m benchmarks.tuning measure` on a machine without other work.")
+        return
     seconds = stored_seconds()
     values = configurations()
     known = [each for each in seconds.values() if each is not None]

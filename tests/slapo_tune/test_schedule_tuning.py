@@ -88,8 +88,8 @@ def test_failures_are_results_with_one_sentence() -> None:
     result, lines = run(behave, trials=5, layout={"dp": 2}, timeout=40.0)
     messages = {trial.values["behaviour"]: trial.message for trial in result.trials}
     assert result.best is None
-    assert messages["memory"].startswith("rank 0: out of memory: ") or messages["memory"].startswith("rank 1: out of memory: ")
-    assert messages["raise"] == "rank 1: ValueError: no such luck"
+    assert messages["memory"][len("rank 0: ") :].startswith("out of memory: ")
+    assert messages["raise"].endswith("ValueError: no such luck")
     assert messages["kill"] == "rank 1 was ended by SIGKILL, as the system does where memory runs out"
     assert messages["hang"].startswith("the trial was killed at the time limit of 40 s; ")
     assert messages["refused"].startswith("refused: ")
