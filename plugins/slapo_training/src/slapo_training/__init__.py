@@ -15,13 +15,17 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
     from .engines.exact_stage import ExactStage
+    from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .stage_parameters import GradientSize, StageParameters
     from .step_model import (
+        CollectiveRecord,
         MemoryRules,
         MessageMode,
         PipelineAction,
         StageRunner,
+        StepFacts,
         StepModel,
         one_forward_one_backward,
     )
@@ -31,13 +35,17 @@ else:
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
             "engines.exact_stage": ["ExactStage"],
+            "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "stage_parameters": ["GradientSize", "StageParameters"],
             "step_model": [
+                "CollectiveRecord",
                 "MemoryRules",
                 "MessageMode",
                 "PipelineAction",
                 "StageRunner",
+                "StepFacts",
                 "StepModel",
                 "one_forward_one_backward",
             ],
@@ -46,14 +54,19 @@ else:
 
 __all__ = [
     "BatchEngine",
+    "CollectiveRecord",
     "ExactStage",
     "ExternalEngine",
+    "GradientSize",
     "MemoryRules",
     "MessageMode",
     "MicroBatches",
     "PipelineAction",
     "StageForward",
+    "StageParameters",
     "StageRunner",
+    "StepFacts",
     "StepModel",
+    "can_split_backward",
     "one_forward_one_backward",
 ]

@@ -1,4 +1,4 @@
-"""What a planner reads about a training step of a dialect, without processes, weights or an engine."""
+"""Interface by which planners read about a training step of a dialect, without processes, weights or an engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from slapo_core import Program
+from slapo_core import Program, Stage
 
 from .batches import Batch
+from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
 """How an engine sends tensors between stages.
@@ -36,6 +37,42 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
 
+class CollectiveRecord(NamedTuple):
+    """One collective, or one message of a pipeline, as one rank sees it.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
+            ``"gather"``, ``"scatter"`` or ``"send"``.
+        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
+            or all-to-all, the message.
+        ranks: Global ranks of the group, in order; the two ends of a message.
+        overlapped: True if the rank goes on computing while it runs.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    overlapped: bool = False
+
+
+class StepFacts(NamedTuple):
+    """What the runs of one rank's stages show of a step.
+
+    Args:
+        stages: All stages of the program for a micro-batch.
+        actions: Computations of the rank.
+        arrivals: Gradients of its parameters in the order in which a backward finishes them, those of unused ones behind.
+        unused: Number of its trainable parameters without a gradient.
+        gathers_all: True if parameters that are sharded over replicas are gathered for the whole step.
+    """
+
+    stages: Sequence[Stage]
+    actions: Sequence[PipelineAction]
+    arrivals: Sequence[GradientSize] = ()
+    unused: int = 0
+    gathers_all: bool = False
+
+
 class MemoryRules(NamedTuple):
     """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
 
@@ -44,11 +81,13 @@ class MemoryRules(NamedTuple):
             several they are copied there in the last one.
         receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
         keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+        flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
     """
 
     buckets: bool = False
     receive_buffers: bool = False
     keeps_sent: bool = False
+    flattens_gradients: bool = False
 
 
 class StageRunner(ABC):
@@ -61,6 +100,10 @@ class StageRunner(ABC):
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
 
+    def plan(self, program: Program, part: Batch) -> Program:
+        """Return the program for one micro-batch in training."""
+        return program.replan(True, part) if program.replan is not None else program
+
     @abstractmethod
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         """Run the forward of a stage; return the tensors it sends, or the loss in the last stage.
@@ -71,6 +114,17 @@ class StageRunner(ABC):
             received: Values of the stage's ``inputs``.
             part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
         """
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        """Return the parameters of a stage as the engine holds them over a step."""
+        return StageParameters()
+
+    gathers_all = False
+    """True if parameters that are sharded over replicas are gathered for the whole step."""
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Change how stages run after an error, if the engine would; return False if the engine raises the error."""
+        return False
 
 
 class StepModel:
@@ -115,6 +169,26 @@ class StepModel:
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
         return MemoryRules()
+
+    @classmethod
+    def collectives(
+        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
+    ) -> list[CollectiveRecord]:
+        """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
+
+        These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small
+        reductions by which ranks agree. The step is not the first.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+            rank: Rank along ``pp``; the other ranks need not exist.
+            facts: What the runs of its stages have shown.
+
+        Returns:
+            The records in the order of the step; by default none.
+        """
+        return []
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

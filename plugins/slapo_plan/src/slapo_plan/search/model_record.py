@@ -24,7 +24,7 @@ from ..records import CollectiveRecord, OperatorRecord, Work
 Forward = Callable[[Mapping[str, Any]], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """One block, or what lies before or behind all blocks, on one rank and for one micro-batch.
 
@@ -53,7 +53,7 @@ class Part:
         return replace(self, forward=forward, backward=backward, output=_number(self.output, other.output, times))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelRecord:
     """Parts of a model in the order in which they run.
 
