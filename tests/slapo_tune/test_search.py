@@ -130,6 +130,18 @@ def test_what_a_plan_rules_out_is_skipped_with_its_sentence() -> None:
     assert {each["microbatches"] for each in subject.measured} == {1}
 
 
+def test_a_planner_s_rejections_name_what_they_rule_out() -> None:
+    class Rejection(NamedTuple):
+        what: str
+        reason: str
+
+    plan = Plan((Rejection("tp=16 pp=2", "8 heads"), Rejection("tp=4 fsdp", "no")))  # type: ignore[arg-type]
+    predictions = Predictions(plan)
+    assert "8 heads" in predictions.impossible({"tp": 16, "pp": 2, "dp": 1})
+    assert predictions.impossible({"tp": 16, "pp": 1}) == ""
+    assert predictions.impossible({"tp": 4, "pp": 1}) == ""
+
+
 @pytest.mark.parametrize("plan", [object(), Candidate({}, 1.0), type("P", (), {"candidates": [Candidate({"tp": 1}, -1.0)]})()])
 def test_what_is_no_plan_is_one_sentence(plan: object) -> None:
     with pytest.raises(TuneError, match=r"prune: .*; give"):

@@ -132,6 +132,13 @@ def test_flags_that_are_not_given_are_those_of_the_schedule_file(folder: Path) -
     assert flags_of("--schedule", "saved.json") == {**expected, "schedule": "saved.json", "tp": 1, "schedule_kind": "1f1b"}
 
 
+def test_a_planner_s_file_sets_the_flags(folder: Path) -> None:
+    text = 'layout = {"pp": 1, "tp": 2}\nbuild = {"microbatches": 8}\n\n\ndef schedule(sch):\n    pass\n'
+    (folder / "planned.py").write_text(text)
+    found = flags_of("--schedule", "planned.py")
+    assert (found["tp"], found["microbatches"]) == (2, 8)
+
+
 def test_the_layouts_of_a_model_without_a_file() -> None:
     settings = Settings(model="gpt2", layers=4, heads=4, batch=8, microbatches=1)
     found = [

@@ -116,7 +116,8 @@ def read_schedule_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def schedule_values(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the values that a Python schedule file declares for a run: its ``best`` over the defaults of its ``space``.
 
-    Symbols that only ``schedule(sch, space)`` itself declares are not in it, unless ``best`` has them.
+    The dicts ``layout`` and ``build`` of a planner's file count too. Symbols that only ``schedule(sch, space)`` itself declares
+    are not in it, unless ``best`` has them.
 
     Raises:
         TuneError: the file does not run, or its space cannot be used.
@@ -128,4 +129,5 @@ def schedule_values(path: str | os.PathLike[str]) -> dict[str, Any]:
         declare(namespace.get("space"), space)
     except SlapoError as err:
         raise TuneError(f"schedule({os.fspath(path)!r}): its space cannot be used: {err}") from err
-    return {**best, **space}
+    planned = [namespace[name] for name in ("layout", "build") if isinstance(namespace.get(name), Mapping)]
+    return {name: value for values in [*planned, best, space] for name, value in values.items()}
