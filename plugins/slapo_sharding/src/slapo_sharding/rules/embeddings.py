@@ -41,18 +41,24 @@ def is_embedding(module: nn.Module) -> bool:
 
 def _scales_rows(module: nn.Embedding) -> bool:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(5, 3, generator=generator, dtype=torch.float64, device="cpu")
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        weight, others = (torch.randn(size, 3, generator=generator, dtype=torch.float64, device="cpu") for size in (5, 4))
+        return all(_agrees(module, weight.requires_grad_(), others, training) for training in (True, False))
+
+
+def _agrees(module: nn.Embedding, weight: torch.Tensor, others: torch.Tensor, training: bool) -> bool:
     ids = torch.tensor([[0, 3], [4, 1]], device="cpu")
-    tensors = {"_parameters": {"weight": weight}, "_buffers": {name: torch.tensor(0.7) for name in module._buffers}}
-    lookup = _with_attributes(module, padding_idx=None, **tensors)
+    numbers = {name: torch.tensor(0.7, dtype=torch.float64, device="cpu") for name in module._buffers}
+    state = {"_parameters": {"weight": weight}, "_buffers": numbers, "training": training}
     try:
-        with torch.inference_mode(False), torch.no_grad(), _LinearOnly():
-            found = lookup(ids)
+        with _LinearOnly():
+            found = _with_attributes(module, padding_idx=None, **state)(ids)
+        rows = F.embedding(ids, weight)
+        expected = rows * (found.flatten()[0] / rows.flatten()[0]).detach()
+        values = [[of, *torch.autograd.grad((of * others.view_as(of)).sum(), weight)] for of in (found, expected)]
+        return all(one.shape == other.shape and torch.allclose(one, other) for one, other in zip(*values, strict=True))
     except Exception:  # an unknown forward may raise anything without the rest of its module
         return False
-    rows = weight[ids]
-    is_rows = isinstance(found, torch.Tensor) and found.shape == rows.shape
-    return is_rows and torch.allclose(found, rows * (found.flatten()[0] / rows.flatten()[0]))
 
 
 class _LinearOnly(TorchFunctionMode):
