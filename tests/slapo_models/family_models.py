@@ -14,8 +14,12 @@ Batch = dict[str, torch.Tensor]
 
 _OWN = {
     "llama4_text": {
-        **{**_MOE, "num_hidden_layers": 4},
-        **{"intermediate_size_mlp": 48, "head_dim": 8, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+        **_MOE,
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 48,
+        "head_dim": 8,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
         "no_rope_layers": [1, 1, 1, 0],
     },
     "phimoe": _MOE,
