@@ -119,22 +119,25 @@ def _split_or_derive(
     sequence_parallel: bool,
     parallel_loss: bool,
 ) -> None:
-    """Apply a plan. Where a published one does not fit the ranks, as with too few heads, derive one instead."""
+    """Apply a plan. Where a published one does not fit the ranks, as with too few heads, derive one instead.
+
+    A published plan that gathers the values between its layers, as Phi-3's, is the second choice: every rank would compute the
+    whole attention.
+    """
     if steps is None or plan is not None or schedule.example_inputs is None or schedule.world_size == 1:
         _split(schedule, steps, plan, sequence_parallel, parallel_loss)
         return
-    try:
-        with savepoint(schedule):
-            _split(schedule, steps, plan, sequence_parallel, parallel_loss)
-        return
-    except ScheduleError as err:
-        refused = err
-    get_logger().debug("tensor_parallel(%r): the published plan does not fit: %s; one is derived", schedule.path, refused)
-    try:
-        with savepoint(schedule):
-            _split(schedule, None, plan, sequence_parallel, parallel_loss)
-    except (ScheduleError, TraceError) as err:
-        raise refused from err
+    choices = [None, steps] if "rowwise_split_input" in steps.values() else [steps, None]
+    refusals: list[ScheduleError | TraceError] = []
+    for choice in choices:
+        try:
+            with savepoint(schedule):
+                _split(schedule, choice, plan, sequence_parallel, parallel_loss)
+            return
+        except (ScheduleError, TraceError) as err:
+            refusals.append(err)
+            get_logger().debug("tensor_parallel(%r): a plan does not fit: %s", schedule.path, err)
+    raise refusals[choices.index(steps)]
 
 
 def _split(
