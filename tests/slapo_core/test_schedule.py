@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from slapo_core import Schedule, ScheduleError, UnknownNameError, create_schedule, is_module_list, make, parameter_facts
+from slapo_core import (
+    Schedule,
+    ScheduleError,
+    UnknownNameError,
+    build,
+    create_schedule,
+    is_module_list,
+    make,
+    parameter_facts,
+)
 
 
 class Block(nn.Module):
@@ -110,6 +120,14 @@ def test_tied_parameters_know_both_names() -> None:
     sch = create_schedule(model)
     assert sch.original_names["wte.weight"] == ("wte.weight", "head.weight")
     assert list(sch.metadata.tie_weights) == [model.wte.weight]
+
+
+def test_a_built_schedule_keeps_no_replaced_tied_parameter() -> None:
+    model = Tied()
+    sch, whole = create_schedule(model), weakref.ref(model.wte.weight)
+    model.wte.weight = model.head.weight = nn.Parameter(torch.zeros_like(model.wte.weight))
+    build(sch)
+    assert whole() is None
 
 
 def test_names_are_the_unmodified_models_after_wrapping() -> None:

@@ -12,6 +12,7 @@ from .configuration.limits import LIMITS
 from .configuration.options import DeepSpeedOptions
 from .engine import DeepSpeedEngine
 from .pipeline import RunningStage
+from .step_model import DeepSpeedStepModel
 
 _FIELDS = {
     "loss": re.compile(r"\bsteps: (?P<step>\d+) loss: (?P<value>\S+)"),
@@ -74,6 +75,7 @@ class DeepSpeedDialect(EngineDialect):
         "pipeline_engine": DeepSpeedEngine,
         "pipeline_stage": RunningStage,
         "log_parser": DeepSpeedLog,
+        "step_model": DeepSpeedStepModel,
     }
     distribution = "deepspeed"
     tested = "0.19.8"

@@ -12,6 +12,7 @@ from .configuration.limits import LIMITS
 from .configuration.options import MegatronOptions
 from .engine import MegatronEngine
 from .pipeline import RunningStage
+from .step_model import MegatronStepModel
 
 _WORDS = {
     "loss": "lm loss",
@@ -77,6 +78,7 @@ class MegatronDialect(EngineDialect):
         "pipeline_engine": MegatronEngine,
         "pipeline_stage": RunningStage,
         "log_parser": MegatronLog,
+        "step_model": MegatronStepModel,
     }
     distribution = "megatron-core"
     tested = "0.16.1"

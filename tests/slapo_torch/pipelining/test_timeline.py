@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from slapo_core import build
+from slapo_plan.simulation import run_pipeline
 from slapo_testing import run_distributed
-from slapo_torch.timeline import bubble, chrome_trace
+from slapo_torch.pipelining.schedules import action_order
+from slapo_torch.timeline import COMPUTES, bubble, chrome_trace
 
 from ..layouts import adamw, gpt2, losses, mesh_of, my_part, scheduled, tokens
 
@@ -46,6 +49,16 @@ def test_every_action_and_message_of_a_step_is_there(kind: str, per_rank: int, c
     assert all(action["start"] <= action["end"] for action in actions)
     found = bubble(actions)
     assert 0 <= found.ideal <= found.measured < 1
+    computed = {rank: [each for each in actions if each["rank"] == rank and each["kind"] in COMPUTES] for rank in range(2)}
+    run = {rank: [(each["kind"], each["stage"], each["microbatch"]) for each in row] for rank, row in computed.items()}
+    assert run == action_order(kind, 2 * per_rank, 2, 4)
+    means = {(stage, name): _mean_seconds(actions, stage, name) for name in "FBIW" for stage in range(2 * per_rank)}
+    assert run_pipeline(action_order(kind, 2 * per_rank, 2, 4), means).bubble == pytest.approx(found.ideal, abs=1e-9)
+
+
+def _mean_seconds(actions: list[dict[str, Any]], stage: int, kind: str) -> float:
+    found = [each["end"] - each["start"] for each in actions if (each["stage"], each["kind"]) == (stage, kind)]
+    return fmean(found) if found else 0.0
 
 
 def _one_by_one(rows: dict[int, list[tuple[str, int, int]]], seconds: dict[str, float]) -> list[dict[str, Any]]:

@@ -1,5 +1,34 @@
 """Memory, traffic and step time of a schedule on any number of ranks, in one process without a GPU.
 
 ``records`` are what one run of a stage on fake tensors leaves: operators, collectives, and memory. ``measurement`` runs the
-stages, ``hardware`` turns the records into seconds, ``simulation`` replays the order of a pipeline schedule.
+stages, ``hardware`` turns the records into seconds, ``simulation`` replays the order of a pipeline schedule, and
+``estimation`` puts all together. Names are imported when first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slapo_core import lazy_names
+
+if TYPE_CHECKING:
+    from .estimation.estimate import estimate
+    from .estimation.result import Estimate
+    from .fake_process_group import fake_ranks
+    from .hardware import Hardware, calibrate
+    from .measurement.engine_run import MeasuredStep, measure_step
+    from .search.plan import Plan, plan
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "estimation.estimate": ["estimate"],
+            "estimation.result": ["Estimate"],
+            "fake_process_group": ["fake_ranks"],
+            "hardware": ["Hardware", "calibrate"],
+            "measurement.engine_run": ["MeasuredStep", "measure_step"],
+            "search.plan": ["Plan", "plan"],
+        },
+    )
+
+__all__ = ["Estimate", "Hardware", "MeasuredStep", "Plan", "calibrate", "estimate", "fake_ranks", "measure_step", "plan"]

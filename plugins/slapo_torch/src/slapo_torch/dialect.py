@@ -14,6 +14,7 @@ from .fsdp.wrap_policy import check_shardable
 from .options import Options
 from .pipelining.schedules import placement
 from .step.stage_call import StageCall
+from .step_model import TorchStepModel
 
 _STEP = re.compile(r"(?P<run>[\w-]+): step (?P<step>\d+)/\d+, loss (?P<loss>\S+)")
 
@@ -59,6 +60,7 @@ class TorchDialect(Dialect):
         "pipeline_engine": TorchEngine,
         "pipeline_stage": StageCall,
         "log_parser": TorchLog,
+        "step_model": TorchStepModel,
     }
 
     @classmethod

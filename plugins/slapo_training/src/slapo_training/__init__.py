@@ -1,7 +1,7 @@
 """Code that the dialects of all engines share: micro-batches, labels, losses, options.
 
-``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects, and ``ExactStage`` of pipeline stages. They
-are imported when first used, so that loading the plugin stays cheap.
+``BatchEngine`` and ``ExternalEngine`` are the bases of engines of other projects, and ``ExactStage`` of pipeline stages.
+``StepModel`` tells planners about a step. They are imported when first used, so that loading the plugin stays cheap.
 """
 
 from __future__ import annotations
@@ -15,17 +15,58 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
     from .engines.exact_stage import ExactStage
+    from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .stage_parameters import GradientSize, StageParameters
+    from .step_model import (
+        CollectiveRecord,
+        MemoryRules,
+        MessageMode,
+        PipelineAction,
+        StageRunner,
+        StepFacts,
+        StepModel,
+        one_forward_one_backward,
+    )
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
             "engines.exact_stage": ["ExactStage"],
+            "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "stage_parameters": ["GradientSize", "StageParameters"],
+            "step_model": [
+                "CollectiveRecord",
+                "MemoryRules",
+                "MessageMode",
+                "PipelineAction",
+                "StageRunner",
+                "StepFacts",
+                "StepModel",
+                "one_forward_one_backward",
+            ],
         },
     )
 
-__all__ = ["BatchEngine", "ExactStage", "ExternalEngine", "MicroBatches", "StageForward"]
+__all__ = [
+    "BatchEngine",
+    "CollectiveRecord",
+    "ExactStage",
+    "ExternalEngine",
+    "GradientSize",
+    "MemoryRules",
+    "MessageMode",
+    "MicroBatches",
+    "PipelineAction",
+    "StageForward",
+    "StageParameters",
+    "StageRunner",
+    "StepFacts",
+    "StepModel",
+    "can_split_backward",
+    "one_forward_one_backward",
+]

@@ -86,11 +86,12 @@ def build(
     compare_across_ranks([f"build({target!r})"] if sch.mesh is None else [], *_build_ranks(sch))
     with _default_mesh(sch, target):
         plan = _plan_on_all_ranks(sch, target, init_weights, param_init_fn, **options, **config)
-        initialise = param_init_fn if isinstance(init_weights, bool) or init_weights is None else init_weights
-        with plan.weights(initialise, seed, fill_all=bool(init_weights)):
+        with plan.weights(init_weights if callable(init_weights) else param_init_fn, seed, fill_all=bool(init_weights)):
             engine = plan.engine()
         sch.journal.seal()
         sch._root.program, sch._root.target = plan.program, target
+        top = sch._root.metadata_of(sch.root_module)
+        top.tie_weights = {each: each for each in sch.root_module.parameters() if each in top.tie_weights}
         with agree_on_error(*_build_ranks(sch)):
             sch.registry.hook.slapo_after_build(engine=engine)
     return engine

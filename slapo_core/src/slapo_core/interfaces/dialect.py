@@ -18,7 +18,7 @@ class Dialect(ABC):
         capabilities: Features of the framework: ``"pipeline"``, ``"data_parallel"``, ``"tensor_parallel"``,
             ``"precision:<fp32|bf16|fp16>"``.
         classes: For the classic ``get_dialect_cls``: kind (``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``,
-            ``"log_parser"``) to class.
+            ``"log_parser"``) to class; ``"step_model"``, a ``slapo_training.StepModel``, is for planners.
         takes_check: True if the engine reads the option ``check`` itself. Plugins that read it then leave it in the
             configuration.
 

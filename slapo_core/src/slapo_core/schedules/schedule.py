@@ -411,9 +411,8 @@ def create_schedule(
         raise refused(f"the mesh leaves out this rank, {dist.get_rank()}; make it of all ranks that schedule the model")
     shared = Root(root, type(root).__qualname__, name, plugins or default_registry(), group, mesh, example_inputs)
     try:
-        ties = {tensor: tensor for tensor in name_parameters(root) if isinstance(tensor, nn.Parameter)}
+        shared.metadata_of(root).tie_weights = {each: each for each in name_parameters(root) if isinstance(each, nn.Parameter)}
     except RecursionError as err:
         raise refused("a module of the model contains itself, or the modules are nested too deeply") from err
-    shared.metadata_of(root).tie_weights = ties
     shared.registry.notify("slapo_after_create", schedule=Schedule._handle(shared))
     return Schedule._handle(shared)

@@ -13,3 +13,8 @@ no_functions = torch._C.DisableTorchFunction
 def default_store() -> Store:
     """Return the store of the default process group; it works while a collective is stuck."""
     return _get_default_store()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage while it lives; of fake tensors, too, which have no data pointer."""
+    return int(tensor.untyped_storage()._cdata)

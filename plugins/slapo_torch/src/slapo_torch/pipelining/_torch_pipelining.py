@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas
 
 from slapo_core import BuildError
-from slapo_training import ExactStage
+from slapo_training import ExactStage, PipelineAction
 
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
 
@@ -64,12 +66,63 @@ def has_split_backward(runtime: Any) -> bool:
     return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _flatten_actions(row))
 
 
+@lru_cache(maxsize=8)
+def order_of(runtime: str, stages: int, ranks: int, microbatches: int) -> dict[int, list[PipelineAction]]:
+    """Return the computations of each rank by one of torch's schedules of several stages per rank.
+
+    torch's constructor computes the order of all ranks from numbers alone. The messages, which take most of its time, are left
+    out.
+    """
+    plain = {"_prepare_schedule_with_comms": _ignore, "_add_bubbles_to_actions": lambda self, _: self.pipeline_order}
+    kind = type(runtime, (getattr(pipelining, runtime),), plain)
+    place = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, submod=None)
+    return _computations(kind([place] * (stages // ranks), microbatches).pipeline_order)
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing."""
+
+
+def order_in(path: str, stages: int, ranks: int, microbatches: int) -> dict[int, list[PipelineAction]]:
+    """Return the computations of each rank in a CSV file.
+
+    Raises:
+        BuildError: the file is not a complete schedule for so many stages, ranks and micro-batches.
+    """
+    return _computations(_read(path, stages, ranks, microbatches)[0])
+
+
 def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
     """Return the rank of each stage in a CSV file.
 
     Raises:
         BuildError: the file is not a complete schedule for so many stages, ranks and micro-batches.
     """
+    ranks_of = _read(path, stages, ranks, microbatches)[1]
+    return tuple(ranks_of[stage] for stage in range(stages))
+
+
+_COMPUTATIONS = {
+    schedules.FORWARD: "F",
+    schedules.FULL_BACKWARD: "B",
+    schedules.BACKWARD_INPUT: "I",
+    schedules.BACKWARD_WEIGHT: "W",
+}
+
+
+def _computations(rows: Mapping[int, Sequence[Any]]) -> dict[int, list[PipelineAction]]:
+    return {
+        rank: [
+            PipelineAction(kind, action.stage_index, action.microbatch_index)
+            for action in _flatten_actions(row)
+            if (kind := _COMPUTATIONS.get(action.computation_type)) is not None
+        ]
+        for rank, row in rows.items()
+    }
+
+
+def _read(path: str, stages: int, ranks: int, microbatches: int) -> tuple[dict[int, list[Any]], dict[int, int]]:
+    """Return the rows of a CSV file by rank, and the rank of each stage."""
     try:
         with open(path, newline="") as file:
             rows = {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
@@ -79,7 +132,7 @@ def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple
         raise BuildError(
             f"{path!r} is not a schedule for {stages} stages on pp={ranks} with {microbatches} micro-batches: {why}"
         ) from err
-    return tuple(ranks_of[stage] for stage in range(stages))
+    return rows, ranks_of
 
 
 def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_core import BuildError, Program, UnknownNameError, get_logger
+from slapo_training import PipelineAction, one_forward_one_backward
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,50 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     Raises:
         BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
     """
+    kind = _check(schedule, stages, ranks, microbatches)
+    if (runs := runnable_schedule(schedule, stages, microbatches)) != schedule:
+        message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
+        get_logger().warning(message, schedule, microbatches, stages, runs, stages)
+    if is_file(schedule):
+        from ._torch_pipelining import placement_in  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
+
+        return placement_in(schedule, stages, ranks, microbatches)
+    turns = [stage % (2 * ranks) for stage in range(stages)]
+    return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
+
+
+def action_order(schedule: str, stages: int, ranks: int, microbatches: int) -> dict[int, list[PipelineAction]]:
+    """Return the computations of each rank in the order in which the engine runs them, without stages or process groups.
+
+    Args:
+        schedule: A ``pipeline_schedule``.
+        ranks: Number of ranks along ``pp``.
+
+    Raises:
+        BuildError: the schedule cannot run this number of stages or micro-batches on these ranks.
+    """
+    if stages == ranks == 1:
+        return one_forward_one_backward(1, microbatches)
+    _check(schedule, stages, ranks, microbatches)
+    name = runnable_schedule(schedule, stages, microbatches)
+    if name == "1f1b":
+        return one_forward_one_backward(stages, microbatches)
+    if name == "gpipe":
+        numbers = range(microbatches)
+        return {rank: [PipelineAction(kind, rank, index) for kind in "FB" for index in numbers] for rank in range(ranks)}
+    from ._torch_pipelining import order_in, order_of  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
+
+    if is_file(name):
+        return order_in(name, stages, ranks, microbatches)
+    return order_of(KINDS[name].runtime, stages, ranks, microbatches)
+
+
+def _check(schedule: str, stages: int, ranks: int, microbatches: int) -> ScheduleKind:
+    """Return the kind of a schedule that can run this number of stages and micro-batches on these ranks.
+
+    Raises:
+        BuildError: it cannot.
+    """
     kind = kind_of(schedule)
     per_rank, rest = divmod(stages, ranks)
     if ranks == 1:
@@ -76,15 +121,7 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         )
     if why := _incompatibility(schedule, stages, ranks, microbatches):
         raise BuildError(why)
-    if (runs := _runnable_schedule(schedule, stages, microbatches)) != schedule:
-        message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
-        get_logger().warning(message, schedule, microbatches, stages, runs, stages)
-    if is_file(schedule):
-        from ._torch_pipelining import placement_in  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
-
-        return placement_in(schedule, stages, ranks, microbatches)
-    turns = [stage % (2 * ranks) for stage in range(stages)]
-    return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
+    return kind
 
 
 def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
@@ -98,7 +135,7 @@ def schedule_for_batch(name: str, program: Program, microbatches: int, rows: int
     """
     stages = len(program.stages)
     if not rows or rows % microbatches == 0:
-        return _runnable_schedule(name, stages, microbatches), microbatches
+        return runnable_schedule(name, stages, microbatches), microbatches
     found = schedule_for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
     how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
     get_logger().warning("a batch of %d rows runs in %s", rows, how)
@@ -122,7 +159,7 @@ def schedule_for_rows(schedule: str, stages: int, ranks: int, microbatches: int,
     for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
         for number in numbers:
             if _incompatibility(name, stages, ranks, number) is None:
-                return _runnable_schedule(name, stages, number), number
+                return runnable_schedule(name, stages, number), number
     raise BuildError(
         f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
     )
@@ -132,7 +169,7 @@ _ANY_NUMBER = {"1f1b": "gpipe", "interleaved": "looped_bfs", "zero_bubble": "loo
 """Schedules with the same placement of stages that run any number of micro-batches."""
 
 
-def _runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:
+def runnable_schedule(schedule: str, stages: int, microbatches: int) -> str:
     """Return the schedule that runs; 1F1B with fewer micro-batches than stages keeps as many activations as GPipe."""
     return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
 

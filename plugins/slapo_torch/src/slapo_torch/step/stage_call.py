@@ -24,6 +24,8 @@ from slapo_training.losses import (
 from slapo_training.model import is_wrapper_subclass
 from slapo_training.options import CommonOptions
 
+from ..gradients._torch_private import storage_key
+
 LABELS_CHANGED = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
 """Message of the error after a step with losses weighted by wrong numbers of labels."""
 
@@ -189,12 +191,15 @@ class StageCall(nn.Module):
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
         held = {
-            _storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper_subclass(tensor)
+            storage_key(tensor)
+            for table in tables
+            for tensor in table
+            if tensor is not None and not is_wrapper_subclass(tensor)
         }
         # copy a module's own memory, which later micro-batches may change before the send
         return tuple(
             tensor.contiguous()
-            if tensor.requires_grad and _storage(tensor) not in held
+            if tensor.requires_grad and storage_key(tensor) not in held
             else tensor.clone(memory_format=torch.contiguous_format)
             for tensor in result
         )
@@ -204,7 +209,3 @@ def autocast_context(options: CommonOptions, device_type: str) -> torch.autocast
     """Return the autocast context of an engine's precision."""
     dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,140 @@
+"""``slapo.estimate``: memory, traffic and operations of one step of a schedule as it stands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
+from slapo_training import PipelineAction, StepFacts, StepModel
+
+from ..measurement.stage_record import StageRecord
+from ..measurement.storage_tracker import storage_bytes
+from ..records import CollectiveRecord, OperatorRecord
+from .process_groups import group_name
+from .rank_memory import RankPlaces, rank_memory
+from .result import CollectiveTotal, Estimate, RankEstimate
+from .stage_records import stage_records
+
+
+def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **options: Any) -> Estimate:
+    """Estimate one training step of a schedule as it stands: the schedule does not change, and nothing is sent.
+
+    Weights may be on meta, and the ranks of the mesh may be fake, see ``fake_ranks``. Activations are counted from a run of the
+    model on fake tensors, forward and backward.
+
+    Args:
+        sch: Any handle of the schedule.
+        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``.
+        target: Name of an installed dialect.
+        **options: Options of ``build``, e.g. ``microbatches`` and ``precision``. ``optimizer`` is ``torch.optim.AdamW`` by
+            default.
+
+    Returns:
+        The estimate; its ``problems`` say why a step cannot run.
+
+    Raises:
+        UnknownNameError: no such target.
+        ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
+    """
+    options.setdefault("optimizer", torch.optim.AdamW)
+    model = step_model(sch, target)
+    settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
+    layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
+    about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
+    try:
+        program = BuildPlan.of(sch, target, **{"check": False, **options}).program
+        runner = model.stage_runner(program, options)
+        parts = runner.split(batch)
+        order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
+    except SlapoError as err:
+        return Estimate(**about, problems=[str(err)])
+    planned = runner.plan(program, parts[0])
+    split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
+    records = stage_records(planned, runner, parts[0], optimizer_factory(options["optimizer"]), split)
+    rules = model.memory_rules(program, options)
+    nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
+    ranks, collectives = [], []
+    for rank in range(layout["pp"]):
+        own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
+        memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
+        ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
+        arrivals = [each for index in reversed(own) for each in own[index].arrivals]
+        unused = sum(each.unused for each in records)
+        facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
+        collectives += _collectives(program, rank, own, model.collectives(program, options, rank, facts), order[rank])
+    return Estimate(**about, ranks=ranks, collectives=collectives)
+
+
+def step_model(sch: Schedule, target: str) -> type[StepModel]:
+    """Return the step model of a target.
+
+    Raises:
+        UnknownNameError: no such target.
+        ScheduleError: it has none.
+    """
+    found: Any = sch.registry.get("dialect", target).classes.get("step_model")
+    if found is None:
+        raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
+    return found  # type: ignore[no-any-return]
+
+
+def _axis_size(sch: Schedule, axis: str) -> int:
+    mesh = sch.mesh
+    return mesh.get_group(axis).size() if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 1
+
+
+def optimizer_factory(optimizer: Any) -> Any:
+    """Return a factory of optimizers like the given one, or the given factory."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind, defaults = type(optimizer), optimizer.defaults
+        return lambda parameters: kind(parameters, **defaults)
+    return optimizer
+
+
+def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> RankPlaces:
+    """Return what the stages of a rank share: tied parameters, and tensors between neighbours."""
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    repeated: Counter[int] = Counter()
+    for tie in program.ties if len(program.stages) > 1 else ():
+        for stage in sorted(set(tie.stages) & records.keys())[:-1]:  # the backward reaches the last one first
+            held = sum(each.nbytes for each in program.stages[stage].module.parameters())
+            repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
+    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
+
+
+def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:
+    """Iterate over the work of all actions."""
+    for kind, index, _ in order:
+        if kind == "F":
+            yield records[index].forward.work
+        elif kind == "W":
+            yield records[index].next_weights.work
+        else:
+            split = records[index].inputs_backward
+            yield records[index].next_backward.work if kind == "B" or split is None else split.work
+
+
+def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:
+    counts = Counter(map(id, (passes := [*_passes(records, order)])))
+    flops = {id(work): sum(each.flops for each in work if isinstance(each, OperatorRecord)) for work in passes}
+    return sum(flops[key] * count for key, count in counts.items())
+
+
+def _collectives(
+    program: Program,
+    rank: int,
+    records: Mapping[int, StageRecord],
+    others: Sequence[CollectiveRecord],
+    order: Sequence[PipelineAction],
+) -> list[CollectiveTotal]:
+    """Return the collectives of a rank: those within its stages, and ``others``."""
+    found: Counter[tuple[str, str, int]] = Counter()
+    for work in (*_passes(records, order), others):
+        for each in work:
+            if isinstance(each, CollectiveRecord):
+                found[each.kind, group_name(program.mesh, each.ranks), each.nbytes] += 1
+    return [CollectiveTotal(*key, count, rank) for key, count in found.items()]

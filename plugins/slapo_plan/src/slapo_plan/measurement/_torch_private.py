@@ -1,0 +1,51 @@
+"""Private names of torch that this package uses; a test fails when torch moves one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""Operator that waits for a collective."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the identity of a storage while it lives."""
+    return int(storage._cdata)
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group in order.
+
+    Args:
+        group: Process group as an operator receives it: the name of a group, or an object of TorchScript.
+    """
+    from torch.distributed import distributed_c10d  # noqa: PLC0415  not in every build of torch
+
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    found = resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(found))
+
+
+def fake_store() -> Any:
+    """Return the store of a process group whose other ranks do not exist, for the backend ``"fake"``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
+
+    return FakeStore()
+
+
+def backward_of_inputs(outputs: Any, gradients: Any, received: Any, weights: Any) -> list[dict[str, Any]]:
+    """Run the first part of a pipeline's split backward; return what the second part needs."""
+    from torch.distributed.pipelining._backward import stage_backward_input  # noqa: PLC0415  its import costs a second
+
+    return stage_backward_input(outputs, gradients, received, iter(weights))[1]
+
+
+def backward_of_weights(weights: Any, groups: list[dict[str, Any]]) -> None:
+    """Run the second part of a pipeline's split backward."""
+    from torch.distributed.pipelining._backward import stage_backward_weight  # noqa: PLC0415
+
+    stage_backward_weight(iter(weights), groups)

@@ -1,0 +1,218 @@
+"""Interface by which planners read about a training step of a dialect, without processes, weights or an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from slapo_core import Program, Stage
+
+from .batches import Batch
+from .stage_parameters import GradientSize, StageParameters
+
+MessageMode = Literal["overlapped", "on_demand", "blocking"]
+"""How an engine sends tensors between stages.
+
+``"overlapped"``: a message leaves when its tensor is ready, while both ranks go on computing.
+``"on_demand"``: the sender goes on; the transfer begins when the receiver waits for it.
+``"blocking"``: as ``"on_demand"``, and the sender waits for the transfer before its next action of the other direction, or
+after its next action of the same direction.
+"""
+
+
+class PipelineAction(NamedTuple):
+    """One computation of a rank of a pipeline.
+
+    Args:
+        kind: ``"F"`` forward, ``"B"`` backward; ``"I"`` and ``"W"`` are the parts of a backward for inputs and for weights.
+        stage: Index of the stage.
+        microbatch: Index of the micro-batch.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class CollectiveRecord(NamedTuple):
+    """One collective, or one message of a pipeline, as one rank sees it.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
+            ``"gather"``, ``"scatter"`` or ``"send"``.
+        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
+            or all-to-all, the message.
+        ranks: Global ranks of the group, in order; the two ends of a message.
+        overlapped: True if the rank goes on computing while it runs.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    overlapped: bool = False
+
+
+class StepFacts(NamedTuple):
+    """What the runs of one rank's stages show of a step.
+
+    Args:
+        stages: All stages of the program for a micro-batch.
+        actions: Computations of the rank.
+        arrivals: Gradients of its parameters in the order in which a backward finishes them, those of unused ones behind.
+        unused: Number of its trainable parameters without a gradient.
+        gathers_all: True if parameters that are sharded over replicas are gathered for the whole step.
+    """
+
+    stages: Sequence[Stage]
+    actions: Sequence[PipelineAction]
+    arrivals: Sequence[GradientSize] = ()
+    unused: int = 0
+    gathers_all: bool = False
+
+
+class MemoryRules(NamedTuple):
+    """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
+
+    Args:
+        buckets: True if gradients have buckets that stay between steps. With one micro-batch gradients are views of them, with
+            several they are copied there in the last one.
+        receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
+        keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+        flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
+    """
+
+    buckets: bool = False
+    receive_buffers: bool = False
+    keeps_sent: bool = False
+    flattens_gradients: bool = False
+
+
+class StageRunner(ABC):
+    """Calls the stages of a program as an engine does, in a process without real ranks.
+
+    Nothing here communicates, and the model does not change. Weights may be on meta or fake.
+    """
+
+    @abstractmethod
+    def split(self, batch: Mapping[str, Any]) -> list[Batch]:
+        """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
+
+    def plan(self, program: Program, part: Batch) -> Program:
+        """Return the program for one micro-batch in training."""
+        return program.replan(True, part) if program.replan is not None else program
+
+    @abstractmethod
+    def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
+        """Run the forward of a stage; return the tensors it sends, or the loss in the last stage.
+
+        Args:
+            program: The program for this micro-batch.
+            stage: Index of the stage.
+            received: Values of the stage's ``inputs``.
+            part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
+        """
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        """Return the parameters of a stage as the engine holds them over a step."""
+        return StageParameters()
+
+    gathers_all = False
+    """True if parameters that are sharded over replicas are gathered for the whole step."""
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Change how stages run after an error, if the engine would; return False if the engine raises the error."""
+        return False
+
+
+class StepModel:
+    """Facts about a training step of one dialect, computed from its options alone.
+
+    A dialect publishes a subclass as ``classes["step_model"]``. ``config`` holds the options of ``build``; missing ones have
+    their defaults.
+    """
+
+    @classmethod
+    def action_order(
+        cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int
+    ) -> dict[int, list[PipelineAction]]:
+        """Return the computations of each rank of one pipeline in the order in which the engine runs them.
+
+        Args:
+            config: Options of ``build``.
+            stages: Number of stages.
+            ranks: Number of ranks along ``pp``.
+            microbatches: Number of micro-batches of a step.
+
+        Returns:
+            For each rank along ``pp`` its actions; without a pipeline, rank 0 alternates forwards and backwards. Callers must
+            not change the lists.
+
+        Raises:
+            BuildError: the schedule cannot run so many stages or micro-batches.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
+        """Return what runs the stages of a program as the engine does.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
+        """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
+        return MemoryRules()
+
+    @classmethod
+    def collectives(
+        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
+    ) -> list[CollectiveRecord]:
+        """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
+
+        These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small
+        reductions by which ranks agree. The step is not the first.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+            rank: Rank along ``pp``; the other ranks need not exist.
+            facts: What the runs of its stages have shown.
+
+        Returns:
+            The records in the order of the step; by default none.
+        """
+        return []
+
+    @classmethod
+    def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
+        """Return how the engine sends tensors between stages; arguments as of ``action_order``."""
+        return "blocking"
+
+    @classmethod
+    def overlaps_reduction(cls, config: Mapping[str, Any], stages: int, ranks: int) -> bool:
+        """Return True if gradients are reduced over replicas during the last backward of a stage; False if after it."""
+        return False
+
+
+def one_forward_one_backward(stages: int, microbatches: int) -> dict[int, list[PipelineAction]]:
+    """Return the order of 1F1B with one stage per rank; without a pipeline, of gradient accumulation.
+
+    Rank ``r`` runs ``stages - r`` forwards, then backwards and forwards by turns, then the backwards that are left.
+    """
+    order = {}
+    for rank in range(stages):
+        warmup = min(microbatches, stages - rank)
+        row = [PipelineAction("F", rank, index) for index in range(warmup)]
+        for index in range(microbatches):
+            row.append(PipelineAction("B", rank, index))
+            if index + warmup < microbatches:
+                row.append(PipelineAction("F", rank, index + warmup))
+        order[rank] = row
+    return order
