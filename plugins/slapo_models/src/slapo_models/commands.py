@@ -24,7 +24,7 @@ def register(app: Any) -> None:
         """List the ready schedules, and the families that are tested under auto; or print the published sizes of one."""
         if name:
             found = sizes_of(name)
-            typer.echo(json.dumps({"sizes": found}, indent=2) if as_json else "\n\n".join(map(_described, found)))
+            typer.echo(json.dumps({"sizes": found}, indent=2) if as_json else "\n\n".join(map(_text_of_size, found)))
             return
         registry = default_registry()
         rows, families = model_rows(registry), family_rows(registry)
@@ -65,7 +65,7 @@ def sizes_of(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _described(size: dict[str, Any]) -> str:
+def _text_of_size(size: dict[str, Any]) -> str:
     about = "about " if size["rounded"] else ""
     lines = [f"{size['name']}: {about}{size['parameters']:,} parameters, {size['model_type']}, {size['source']}"]
     return "\n".join(lines + [f"  {name}: {value}" for name, value in size["config"].items()])
