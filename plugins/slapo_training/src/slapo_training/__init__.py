@@ -14,13 +14,16 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
+    from .engine_stage_runner import EngineStageRunner, flatten_parameters, initialized_optimizer
     from .engines.exact_stage import ExactStage
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
     from .step_model import (
         MemoryRules,
         MessageMode,
+        OptimizerFactory,
         PipelineAction,
+        StageMemory,
         StageRunner,
         StepModel,
         one_forward_one_backward,
@@ -30,13 +33,16 @@ else:
         __name__,
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
+            "engine_stage_runner": ["EngineStageRunner", "flatten_parameters", "initialized_optimizer"],
             "engines.exact_stage": ["ExactStage"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
             "step_model": [
                 "MemoryRules",
                 "MessageMode",
+                "OptimizerFactory",
                 "PipelineAction",
+                "StageMemory",
                 "StageRunner",
                 "StepModel",
                 "one_forward_one_backward",
@@ -46,14 +52,19 @@ else:
 
 __all__ = [
     "BatchEngine",
+    "EngineStageRunner",
     "ExactStage",
     "ExternalEngine",
     "MemoryRules",
     "MessageMode",
     "MicroBatches",
+    "OptimizerFactory",
     "PipelineAction",
     "StageForward",
+    "StageMemory",
     "StageRunner",
     "StepModel",
+    "flatten_parameters",
+    "initialized_optimizer",
     "one_forward_one_backward",
 ]

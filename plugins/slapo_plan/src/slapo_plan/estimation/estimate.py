@@ -40,8 +40,9 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         UnknownNameError: no such target.
         ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
     """
-    options.setdefault("optimizer", torch.optim.AdamW)
     model = _step_model(sch, target)
+    if (named := model.named_optimizer(options)) is None:
+        options.setdefault("optimizer", torch.optim.AdamW)
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -52,8 +53,9 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
-    planned = program.replan(True, parts[0]) if program.replan is not None else program
-    records = stage_records(planned, runner, parts[0], _factory(options["optimizer"]))
+    with runner.weights():
+        planned = program.replan(True, parts[0]) if program.replan is not None else program
+        records = stage_records(planned, runner, parts[0], named or _factory(options["optimizer"]), len(parts))
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,22 +60,23 @@ def rank_memory(
     """
     stages = records.values()
     gradients = sum(each.gradients for each in stages)
+    fixed = sum(each.received + each.sent for each in stages) if rules.fixed_buffers else 0
     step = _Step(
         {
             "parameters": sum(each.parameters for each in stages),
             "buffers": sum(each.buffers for each in stages),
-            "gradients": 0,
-            "buckets": gradients if rules.buckets else 0,
-            "optimizer": sum(each.optimizer.change for each in stages),
+            "gradients": sum(each.held.get("gradients", 0) for each in stages),
+            "buckets": gradients if rules.buckets else sum(each.held.get("buckets", 0) for each in stages),
+            "optimizer": sum(each.optimizer.change + each.held.get("optimizer", 0) for each in stages),
             "batch": batch,
-            "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
+            "messages": fixed or sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
             "activations": 0,
         }
     )
     step.peak(0, "between steps")
     in_buckets = rules.buckets and microbatches == 1
     held = sum(step.now.values()) + (0 if rules.buckets else gradients)
-    begun: set[int] = set()
+    backwards: Counter[int] = Counter()
     on_the_way = 0
     for kind, index, microbatch in order:
         record = records[index]
@@ -85,26 +87,33 @@ def rank_memory(
         if kind == "W":
             continue
         if kind == "F":
+            step.now["messages"] += record.received * rules.holds_received
             step.peak(record.forward.peak, when)
             step.now["activations"] += record.forward.change
             message = record.sent
         else:
-            first = index not in begun
-            begun.add(index)
+            first = not backwards[index]
+            backwards[index] += 1
             backward = record.next_backward
-            if first and not in_buckets:
+            gradient = 0 if rules.fixed_buffers or not rules.holds_received else record.sent
+            if record.last_backward is not None:
+                backward = record.last_backward if backwards[index] == microbatches else record.first_backward if first else backward
+                step.peak(backward.peak + gradient, when)
+                step.now["gradients"] += backward.change + record.forward.change
+            elif first and not in_buckets:
                 backward = record.first_backward
                 step.peak(backward.peak, when)
                 step.now["gradients"] += record.gradients
             else:
                 step.peak(backward.peak, when)
             step.now["activations"] -= record.forward.change
+            step.now["messages"] -= record.received * rules.holds_received
             message = record.sent_back
             if rules.keeps_sent:
                 step.now["messages"] += record.sent + record.sent_back
         if not rules.keeps_sent and rules.receive_buffers and message:
             step.now["messages"] += message - on_the_way
             on_the_way = message
-    working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
+    working = max((each.step.peak if each.step else each.optimizer.peak - each.optimizer.change for each in stages), default=0)
     step.peak(working, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)

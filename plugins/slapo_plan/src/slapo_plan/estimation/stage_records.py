@@ -19,7 +19,11 @@ _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
 
 def stage_records(
-    program: Program, runner: StageRunner, part: Mapping[str, Any], optimizer: OptimizerFactory | None
+    program: Program,
+    runner: StageRunner,
+    part: Mapping[str, Any],
+    optimizer: OptimizerFactory | None,
+    microbatches: int = 1,
 ) -> list[StageRecord]:
     """Run one micro-batch through the stages of a program.
 
@@ -30,13 +34,14 @@ def stage_records(
         runner: Runs its stages.
         part: The micro-batch.
         optimizer: Makes the optimizer.
+        microbatches: Number of micro-batches of a step.
     """
 
     def record(index: int) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
-        return run_stage(program.stages[index], part, forward, optimizer)
+        return run_stage(program.stages[index], part, forward, optimizer, runner.memory, microbatches)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:

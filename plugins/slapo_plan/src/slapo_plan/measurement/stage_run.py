@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core import Stage
 from slapo_tracing.recording import Sandbox
+from slapo_training import StageMemory
 
 from ..records import Work
 from .run_recorder import RunRecorder
@@ -19,6 +20,7 @@ from .storage_tracker import storage_bytes
 StageForward = Callable[[tuple[torch.Tensor, ...], Mapping[str, Any]], Any]
 """Runs the stage on its received tensors and its arguments of the batch; returns its outputs, or the loss."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+EngineMemory = Callable[[torch.nn.Module, OptimizerFactory | None], StageMemory | None]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class StageRecord:
         buffers: Bytes of buffers.
         gradients: Bytes of the gradients of parameters.
         numbers: Number of elements of parameters.
+        last_backward: The backward of a step's last micro-batch, with the reductions that follow it; None if it is like others.
+        step: A step of the optimizer whose state exists; None if ``optimizer`` tells it.
+        held: Bytes of the engine's own tensors between steps, by kind.
     """
 
     forward: PassRecord
@@ -65,10 +70,18 @@ class StageRecord:
     buffers: int
     gradients: int
     numbers: int
+    last_backward: PassRecord | None = None
+    step: PassRecord | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 def run_stage(
-    stage: Stage, part: Mapping[str, Any], forward: StageForward, optimizer: OptimizerFactory | None = None
+    stage: Stage,
+    part: Mapping[str, Any],
+    forward: StageForward,
+    optimizer: OptimizerFactory | None = None,
+    engine: EngineMemory | None = None,
+    microbatches: int = 1,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -79,24 +92,55 @@ def run_stage(
         part: Arguments of one micro-batch, with labels; real tensors.
         forward: Calls the stage as its engine does.
         optimizer: Makes the optimizer; None for a stage that is not stepped.
+        engine: Makes the engine's own tensors; it gets the module and ``optimizer``.
+        microbatches: Number of micro-batches of a step, for engines with their own tensors.
     """
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
-        run = _StageRun(stage, part, forward, sandbox)
+        memory = engine(stage.module, optimizer) if engine is not None else None
+        run = _StageRun(stage, part, forward, sandbox, memory is not None and memory.owns_parameters)
+        if memory is not None:
+            return run.run_step(memory, microbatches)
         first, second = run.run_microbatch(), run.run_microbatch()
         return run.record(first, second, run.step(optimizer))
 
 
 class _StageRun:
-    def __init__(self, stage: Stage, part: Mapping[str, Any], forward: StageForward, sandbox: Sandbox) -> None:
+    def __init__(
+        self, stage: Stage, part: Mapping[str, Any], forward: StageForward, sandbox: Sandbox, ignores_parameters: bool
+    ) -> None:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
         self.parameters = [*stage.module.parameters()]
         self.buffers = [*stage.module.buffers()]
+        if ignores_parameters:
+            self.recorder.memory.ignore(self.parameters)
         self.recorder.memory.add([self.parameters, self.buffers, [*part.values()]])
         self.received = self.sent = self.sent_back = 0
 
-    def run_microbatch(self) -> tuple[PassRecord, PassRecord]:
+    def run_step(self, memory: StageMemory, microbatches: int) -> StageRecord:
+        """Run a step with the engine's own tensors; of many micro-batches the first two and the last run."""
+        held = {kind: self._count(tensors) for kind, tensors in memory.held().items()}
+        with self.recorder:
+            memory.begin_step()
+        if memory.records_order:
+            self.run_microbatch(memory)
+            memory.end_recording()
+        count = min(microbatches, 3)
+        passes = [self.run_microbatch(memory, is_last=index + 1 == count) for index in range(count)]
+        with self.recorder:
+            step = self._measure(memory.step)
+        record = self.record(passes[0], passes[1 % count], PassRecord())
+        if memory.owns_parameters:
+            record = replace(record, parameters=held.pop("parameters", 0))
+        return replace(record, last_backward=passes[-1][1], step=step, held=held, gradients=0)
+
+    def _count(self, tensors: Any) -> int:
+        before = self.recorder.memory.live
+        self.recorder.memory.add(tensors)
+        return self.recorder.memory.live - before
+
+    def run_microbatch(self, memory: StageMemory | None = None, is_last: bool = False) -> tuple[PassRecord, PassRecord]:
         received = tuple(map(self._received, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
@@ -111,7 +155,7 @@ class _StageRun:
                 gradients = [torch.empty_like(each) for each in trained]
             del outputs
             held.clear()
-            backward = self._measure(lambda: self._run_backward(trained, gradients))
+            backward = self._measure(lambda: self._run_backward(trained, gradients, memory, is_last))
         self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
         return forward, PassRecord(backward.peak, backward.change - self.sent_back, backward.work)
 
@@ -140,10 +184,16 @@ class _StageRun:
             numbers=sum(each.numel() for each in self.parameters),
         )
 
-    def _run_backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None) -> None:
+    def _run_backward(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, memory: StageMemory | None, is_last: bool
+    ) -> None:
+        if memory is not None:
+            memory.begin_backward(is_last)
         if outputs:
             torch.autograd.backward(outputs, gradients)
         outputs.clear()
+        if memory is not None:
+            memory.end_backward(is_last)
 
     def _received(self, boundary: Any) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
