@@ -32,6 +32,7 @@ class _Gather:
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffer: torch.Tensor | None) -> None:
         self.parameters, self.buffer = parameters, buffer
+        self.is_complete = buffer is None
 
 
 class ParameterGathers:
@@ -69,8 +70,8 @@ class ParameterGathers:
 
     def begin(self) -> None:
         """Begin a micro-batch."""
-        for key, gather in [*self._gathers.items()]:
-            self._wait(key, gather)
+        for gather in [*self._gathers.values()]:
+            self._wait(gather)
             self._free(gather.parameters)
         self._gathers.clear()
         self._queue = deque(self._order)
@@ -102,7 +103,7 @@ class ParameterGathers:
         for parameter in own:
             self._running.setdefault(id(parameter), set()).add(id(module))
             if (gather := self._gathers.pop(id(parameter), None)) is not None:
-                self._wait(id(parameter), gather)
+                self._wait(gather)
         if self._is_recorded:
             self._skip(own)
             self._prefetch()
@@ -144,11 +145,10 @@ class ParameterGathers:
         gather = _Gather(wanted, buffer)
         self._gathers.update((id(each), gather) for each in wanted)
 
-    def _wait(self, key: int, gather: _Gather) -> None:
-        if gather.buffer is not None:
-            for parameter in gather.parameters:
-                if self.whole.get(id(parameter)) is None:
-                    self.whole[id(parameter)] = torch.empty_like(parameter)
+    def _wait(self, gather: _Gather) -> None:
+        if not gather.is_complete:
+            gather.is_complete = True
+            self.whole.update((id(each), torch.empty_like(each)) for each in gather.parameters)
 
     def release(self, module: nn.Module, is_forward: bool) -> None:
         """Free the parameters of a module that has run, unless they are used soon again."""

@@ -76,8 +76,9 @@ def rank_memory(
     step.peak(0, "between steps")
     in_buckets = rules.buckets and microbatches == 1
     held = sum(step.now.values()) + (0 if rules.buckets else gradients)
+    step.now["gradients"] -= sum(each.freed for each in stages)
     backwards: Counter[int] = Counter()
-    on_the_way = 0
+    on_the_way = last_sent_back = 0
     for kind, index, microbatch in order:
         record = records[index]
         name = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}[kind]
@@ -108,6 +109,9 @@ def rank_memory(
                 step.peak(backward.peak, when)
             step.now["activations"] -= record.forward.change
             step.now["messages"] -= record.received * rules.holds_received
+            if rules.holds_received and not rules.fixed_buffers:  # the gradient that was sent last
+                step.now["messages"] += record.sent_back - last_sent_back
+                last_sent_back = record.sent_back
             message = record.sent_back
             if rules.keeps_sent:
                 step.now["messages"] += record.sent + record.sent_back

@@ -57,6 +57,7 @@ class StageRecord:
         last_backward: The backward of a step's last micro-batch, with the reductions that follow it; None if it is like others.
         step: A step of the optimizer whose state exists; None if ``optimizer`` tells it.
         held: Bytes of the engine's own tensors between steps, by kind.
+        freed: Bytes of them that are freed as a step begins.
     """
 
     forward: PassRecord
@@ -73,6 +74,7 @@ class StageRecord:
     last_backward: PassRecord | None = None
     step: PassRecord | None = None
     held: Mapping[str, int] = field(default_factory=dict)
+    freed: int = 0
 
 
 def run_stage(
@@ -122,7 +124,7 @@ class _StageRun:
         """Run a step with the engine's own tensors; of many micro-batches the first two and the last run."""
         held = {kind: self._count(tensors) for kind, tensors in memory.held().items()}
         with self.recorder:
-            memory.begin_step()
+            begin = self._measure(memory.begin_step)
         if memory.records_order:
             self.run_microbatch(memory)
             memory.end_recording()
@@ -133,7 +135,7 @@ class _StageRun:
         record = self.record(passes[0], passes[1 % count], PassRecord())
         if memory.owns_parameters:
             record = replace(record, parameters=held.pop("parameters", 0))
-        return replace(record, last_backward=passes[-1][1], step=step, held=held, gradients=0)
+        return replace(record, last_backward=passes[-1][1], step=step, held=held, freed=-begin.change, gradients=0)
 
     def _count(self, tensors: Any) -> int:
         before = self.recorder.memory.live
