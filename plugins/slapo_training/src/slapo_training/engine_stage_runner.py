@@ -1,4 +1,4 @@
-"""Runs of stages for estimates, as engines of other projects call them: weights in the engine's type, loss in the last stage."""
+"""Runs of stages for estimates, as engines of other projects call them: weights of the engine's type, and the loss."""
 
 from __future__ import annotations
 

@@ -118,7 +118,6 @@ class StageRunner(ABC):
             part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
         """
 
-
     def weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model's tensors have the types that the engine gives them; nothing runs outside."""
         return nullcontext()

@@ -81,7 +81,12 @@ class GatheredMemory(StageMemory):
         whole = [each for each in self._gathers.whole.values() if each is not None]
         buckets = [self._bucket] if self._bucket is not None else []
         optimizer = [*self._mains, *state_tensors(self._optimizer)]
-        return {"parameters": [*self._partitions, *whole], "gradients": [self._gradients], "buckets": buckets, "optimizer": optimizer}
+        return {
+            "parameters": [*self._partitions, *whole],
+            "gradients": [self._gradients],
+            "buckets": buckets,
+            "optimizer": optimizer,
+        }
 
     def end_recording(self) -> None:
         self._gathers.end_recording()
@@ -92,7 +97,7 @@ class GatheredMemory(StageMemory):
             add(module.register_forward_pre_hook(self._before_forward, prepend=True))
             add(module.register_forward_hook(self._after_forward))
         for parameter in self._trained:
-            add(parameter.register_post_accumulate_grad_hook(self._receive))
+            add(parameter.register_post_accumulate_grad_hook(self._receive))  # type: ignore[no-untyped-call]
 
     def _before_forward(self, module: nn.Module, args: Any) -> Any:
         if module is self._module:

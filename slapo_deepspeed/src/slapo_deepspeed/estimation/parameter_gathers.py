@@ -79,7 +79,7 @@ class ParameterGathers:
         self._step = self._num_gathered = 0
 
     def end_recording(self) -> None:
-        """Take what has happened since the beginning for the order of each micro-batch; nothing but persistent ones is whole."""
+        """Take the recorded micro-batch for the order of each one, and free all parameters but the persistent ones."""
         first = next((index for index, each in enumerate(self._events) if not each.is_forward), len(self._events))
         self._is_recorded = True
         for events in (self._events[:first], self._events):

@@ -44,7 +44,7 @@ class PartitionedMemory(StageMemory):
             self._groups.append(group)
             for parameter in group.parameters:
                 self._group_of[id(parameter)] = group
-                parameter.register_post_accumulate_grad_hook(self._receive)
+                parameter.register_post_accumulate_grad_hook(self._receive)  # type: ignore[no-untyped-call]
         self._optimizer.step()
         for group in self._groups:
             group.main.grad = None

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_training import OptimizerFactory, StageMemory, flatten_parameters, initialized_optimizer
 
 from ..configuration.options import MegatronOptions
-from .gradient_buffers import BufferLayout, buffer_layouts, bucket_size
+from .gradient_buffers import BufferLayout, bucket_size, buffer_layouts
 
 
 class MegatronStageMemory(StageMemory):
@@ -87,7 +87,7 @@ def _accumulate_into(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
             gradient.add_(each.grad)
         each.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add)
+    parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -98,7 +98,9 @@ def rank_memory(
             backward = record.next_backward
             gradient = 0 if rules.fixed_buffers or not rules.holds_received else record.sent
             if record.last_backward is not None:
-                backward = record.last_backward if backwards[index] == microbatches else record.first_backward if first else backward
+                backward = (
+                    record.last_backward if backwards[index] == microbatches else record.first_backward if first else backward
+                )
                 step.peak(backward.peak + gradient, when)
                 step.now["gradients"] += backward.change + record.forward.change
             elif first and not in_buckets:
