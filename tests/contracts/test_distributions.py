@@ -24,6 +24,7 @@ PRIMITIVES = {
     "slapo-memory": TRACING | {"checkpoint", "offload"},
     "slapo-models": CORE,
     "slapo-pipeline": TRACING | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
+    "slapo-report": set(),
     "slapo-sharding": TRACING | {"fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"},
     "slapo-testing": TRACING,
     "slapo-torch": TRACING,
@@ -48,6 +49,9 @@ PRIMITIVES = {
 }
 """Result of ``list_primitives()`` when a distribution is installed alone."""
 
+WITHOUT_CORE = "slapo-report"
+"""It needs no other distribution, so that there is nothing to list when it is installed alone."""
+
 SCRIPT = """
 import json, {module}, slapo_core
 registry = slapo_core.default_registry()
@@ -67,13 +71,19 @@ ALWAYS = ("slapo", "slapo-core", "slapo-kernels")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in sorted(PRIMITIVES)],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in sorted({*PRIMITIVES} - {WITHOUT_CORE})],
 )
 def test_it_installs_alone_and_shows_exactly_its_primitives(installed: Callable[[str], Environment], name: str) -> None:
     script = SCRIPT.format(module=name.replace("-", "_"))
     listed, imported, problems = json.loads(installed(name).run("python", "-c", script))
     assert problems == []
     assert set(listed) == set(imported) == PRIMITIVES[name]
+
+
+@pytest.mark.slow
+def test_pages_are_made_without_core_and_torch(installed: Callable[[str], Environment]) -> None:
+    script = "import slapo_report, sys; print(slapo_report.plan_page({})[:15], *{'torch', 'slapo_core'} & {*sys.modules})"
+    assert installed(WITHOUT_CORE).run("python", "-c", script).strip() == "<!doctype html>"
 
 
 def test_the_command_line_of_the_installed_facade(installed: Callable[[str], Environment]) -> None:

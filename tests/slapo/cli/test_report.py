@@ -7,14 +7,12 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from slapo.report.charts import linear_axis, log_axis, step_axis
 from slapo.report.page import page, write_report
 from slapo.report.stylesheet import STYLE
 from slapo.run_data.record import ModuleRecord, RankRecord, RunRecord, ScheduleStepRecord
@@ -23,10 +21,8 @@ from slapo.training import worker
 from slapo.training.corpus import Corpus
 from slapo_core import VerifyError
 
-from ..browser import CHROMIUM, faults_of
-
-HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
-VOID = {"meta", "link", "img", "br", "path"}
+from ...browser import CHROMIUM, faults_of
+from ...html_page import HOSTILE, Page
 
 
 def make_record(**changes: object) -> RunRecord:
@@ -48,37 +44,6 @@ def make_record(**changes: object) -> RunRecord:
         versions={"torch": "2.13.0"},
     )
     return replace(record, **changes)
-
-
-class Page(HTMLParser):
-    """Parser of the page as a browser sees it: properly nested elements, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        (self.scripts if self.open[-1:] == ["script"] else self.words).append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 def test_page_says_what_happened():
@@ -165,28 +130,6 @@ def test_steps_on_modules_the_schedule_brought_in_are_shown():
 def test_write_report_makes_the_folder(tmp_path: Path):
     path = write_report(make_record(), tmp_path / "deep" / "folder")
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-@pytest.mark.parametrize("values", [[1.0, 2.0], [3.0], [0.0, 0.0], [math.nan], [], [1e-9, 1e9], [-5.0, 5.0]])
-def test_linear_axis_holds_its_values_and_ticks(values: list[float]):
-    axis = linear_axis(values)
-    assert axis.low < axis.high
-    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
-    assert all(0 < axis.at(value) < 100 for value in values if math.isfinite(value))
-
-
-def test_log_axis_puts_zero_at_its_floor():
-    axis = log_axis([0.0, 1e-4], floor=1e-9)
-    assert axis.at(0.0) == 0
-    assert axis.at(1e-4) == pytest.approx(100)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 30, 99, 1000])
-def test_step_axis_labels_first_and_last(num_steps: int):
-    ticks = step_axis(num_steps).ticks
-    assert ticks[0] == 1
-    assert ticks[-1] == num_steps
-    assert len(ticks) <= 9
 
 
 def rules() -> dict[str, list[tuple[int, set[str]]]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo.run_data.settings import Settings, SettingsError, format_count
+from slapo.run_data.settings import Settings, SettingsError
 from slapo.training.models import build_config, build_model
 from slapo_core import UnknownNameError, init_empty_weights
+from slapo_report import format_count
 
 FAMILIES = [
     "gpt2",

@@ -122,11 +122,12 @@ class StageRunner(ABC):
         """Return a context in which the model's tensors have the types that the engine gives them; nothing runs outside."""
         return nullcontext()
 
-    def memory(self, module: nn.Module, optimizer: OptimizerFactory | None) -> StageMemory | None:
-        """Return the engine's own tensors for a stage; None if its optimizer steps parameters and their gradients alone.
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+        """Return what makes the engine's own tensors for a stage; None if its optimizer steps parameters and their gradients.
+
+        It gets the module of the stage, with fake tensors, whose parameters it may replace.
 
         Args:
-            module: Module of the stage, with fake tensors; parameters may be replaced.
             optimizer: Makes the optimizer of some parameters.
         """
         return None

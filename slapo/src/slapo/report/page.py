@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
-from typing import Any
 
+from slapo_report import Limit, Line, cards, document, embed_json, line_chart, linear_axis, log_axis, step_axis, table
 from slapo_torch.timeline import chrome_trace
 
 from ..run_data.record import RunRecord
-from .charts import Limit, Line, line_chart, linear_axis, log_axis, step_axis
 from .javascript import SCRIPT
 from .module_tree import module_tree
 from .stylesheet import STYLE
@@ -21,8 +17,6 @@ from .timeline import timeline
 
 SMALLEST = 1e-8
 """Smaller differences are drawn at this value, as a logarithmic axis has no zero."""
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:
@@ -38,39 +32,19 @@ def page(record: RunRecord) -> str:
     """Return the page of one run. Text from a model, a file or a plugin is escaped."""
     settings = record.settings
     title = f"{settings.model}: pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{escape(title)} - slapo train</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header>
-<p class="product">slapo train</p>
-<h1>{escape(title)}</h1>
-{_verdict(record)}
-{_cards(record)}
-</header>
-<main>
-<section><h2>Loss</h2><div class="charts">{_charts(record)}</div>
+    main = f"""<section><h2>Loss</h2><div class="charts">{_charts(record)}</div>
 <details class="more"><summary>All values</summary>{loss_table(record)}</details></section>
 <section><h2>Pipeline</h2>{timeline(record.timeline, settings.device)}</section>
 <section><h2>Ranks</h2>{rank_table(record)}{stage_table(record)}</section>
 <section><h2>Modules and schedule</h2>{module_tree(record)}</section>
 <section class="two">
 <div><h2>Settings</h2>{settings_table(record)}</div>
-<div><h2>Versions</h2>{_table(("package", "version"), list(record.versions.items()), "words")}</div>
-</section>
-</main>
-<script type="application/json" id="run">{_json(asdict(record))}</script>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+<div><h2>Versions</h2>{table(("package", "version"), list(record.versions.items()), "words")}</div>
+</section>"""
+    scripts = f"""<script type="application/json" id="run">{embed_json(asdict(record))}</script>
+<script>{SCRIPT}</script>"""
+    head = f"{_verdict(record)}\n{_cards(record)}"
+    return document(title, "slapo train", head=head, main=main, style=STYLE, scripts=scripts)
 
 
 def _verdict(record: RunRecord) -> str:
@@ -92,7 +66,7 @@ def _nowrap(number: str) -> str:
 
 def _cards(record: RunRecord) -> str:
     per_step = 1e3 * record.seconds / max(len(record.losses), 1)
-    cards = {
+    values = {
         "first loss": f"{record.losses[0]:.3f}" if record.losses else "-",
         "last loss": f"{record.losses[-1]:.3f}" if record.losses else "-",
         "parameters": f"{record.modules[0].params:,}",
@@ -100,12 +74,11 @@ def _cards(record: RunRecord) -> str:
         "stages": str(len(record.stage_paths)),
         "ms per step": f"{per_step:.0f}",
     }
-    shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cards.items())
     note = (
         f"ms per step: the mean over all steps of the scheduled run, {len(record.losses)}, the slower first one among them; "
         "without building the model and without the reference."
     )
-    return f'<dl class="cards">{shown}</dl><p class="note">{note}</p>'
+    return f'{cards(values)}<p class="note">{note}</p>'
 
 
 def _charts(record: RunRecord) -> str:
@@ -129,20 +102,6 @@ def _charts(record: RunRecord) -> str:
     )
 
 
-def _json(data: Any) -> str:
-    """Return JSON that cannot end the script element around it; a number that is not finite becomes null."""
-    text = json.dumps(_drop_non_finite(data), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _drop_non_finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _drop_non_finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_drop_non_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
 def rank_table(record: RunRecord) -> str:
     """Table of the stages and the number of parameters of each rank."""
     total = record.modules[0].params
@@ -150,7 +109,7 @@ def rank_table(record: RunRecord) -> str:
     for each in record.ranks:
         place = (each.rank, each.pp, each.dp, each.tp, ", ".join(map(str, each.stages)))
         rows.append((*place, f"{each.params:,}", f"{100 * each.params / total:.1f}%"))
-    return _table(("rank", "pp", "dp", "tp", "stage", "parameters", "of the model"), rows)
+    return table(("rank", "pp", "dp", "tp", "stage", "parameters", "of the model"), rows)
 
 
 def stage_table(record: RunRecord) -> str:
@@ -158,8 +117,8 @@ def stage_table(record: RunRecord) -> str:
     if len(record.stage_paths) < 2:
         return ""
     rows = [(index, ", ".join(paths)) for index, paths in enumerate(record.stage_paths)]
-    table = _table(("stage", "modules"), rows, "words")
-    return f'<details class="more"><summary>Modules of each stage</summary>{table}</details>'
+    modules = table(("stage", "modules"), rows, "words")
+    return f'<details class="more"><summary>Modules of each stage</summary>{modules}</details>'
 
 
 def loss_table(record: RunRecord) -> str:
@@ -168,8 +127,8 @@ def loss_table(record: RunRecord) -> str:
         head: tuple[str, ...] = ("step", "scheduled", "reference", "difference")
         lines = zip(record.losses, record.reference, record.differences, strict=True)
         rows = [(step, f"{own:.6f}", f"{other:.6f}", f"{gap:.1e}") for step, (own, other, gap) in enumerate(lines, 1)]
-        return _table(head, rows)
-    return _table(("step", "loss"), [(step, f"{loss:.6f}") for step, loss in enumerate(record.losses, 1)])
+        return table(head, rows)
+    return table(("step", "loss"), [(step, f"{loss:.6f}") for step, loss in enumerate(record.losses, 1)])
 
 
 def settings_table(record: RunRecord) -> str:
@@ -177,14 +136,8 @@ def settings_table(record: RunRecord) -> str:
     schedule = record.settings.schedule or "default, from the model's structure"
     shown = asdict(record.settings) | {"data": record.source, "schedule": schedule}
     rows = [(key.replace("_", " "), _yes_no(value)) for key, value in shown.items() if value != ""]
-    return _table(("setting", "value"), rows, "words")
+    return table(("setting", "value"), rows, "words")
 
 
 def _yes_no(value: object) -> object:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]], style: str = "numbers") -> str:
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="{style}"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'

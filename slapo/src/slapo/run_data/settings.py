@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core import SlapoError
+from slapo_report import format_count
 
 VOCABULARY = 256
 """Number of tokens: the data is read as bytes."""
@@ -144,11 +145,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
         options |= {"pipeline_schedule": settings.schedule_kind, "data_parallel": settings.data_parallel}
         options["record_timeline"] = bool(settings.report)
     return options
-
-
-def format_count(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..run_data.settings import Settings, SettingsError, format_count
+from slapo_report import format_count
+
+from ..run_data.settings import Settings, SettingsError
 
 
 @dataclass(frozen=True)

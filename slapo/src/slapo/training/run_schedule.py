@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core import Schedule, create_schedule, load_schedule
+from slapo_report import format_count
 
-from ..run_data.settings import Settings, SettingsError, format_count
+from ..run_data.settings import Settings, SettingsError
 
 
 def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None) -> Schedule:

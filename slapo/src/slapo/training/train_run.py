@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from slapo_core import SlapoError
+from slapo_report import format_count
 
 from ..launch.elastic_launch import launch_ranks
 from ..launch.errors import RankError
-from ..run_data.settings import Settings, SettingsError, format_count
+from ..run_data.settings import Settings, SettingsError
 from .preflight_check import check_run
 from .worker import train_rank
 

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo.report.page import write_report
 from slapo_core import Engine, Schedule, VerifyError, build, init_empty_weights, set_random_seed
+from slapo_report import format_count
 
 from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
-from ..run_data.settings import Settings, engine_options, format_count
+from ..run_data.settings import Settings, engine_options
 from .corpus import Corpus, read_corpus
 from .models import build_model
 from .preflight_check import AXES

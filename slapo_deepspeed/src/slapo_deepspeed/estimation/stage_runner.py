@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +39,12 @@ class DeepSpeedStageRunner(EngineStageRunner):
         result = self.run_stage(program, stage, copies, part)
         return result if stage + 1 == len(program.stages) else pack(result, program.stages[stage + 1].inputs, stage)
 
-    def memory(self, module: nn.Module, optimizer: OptimizerFactory | None) -> StageMemory | None:
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
         if optimizer is None or not self.options.trains:
             return None
-        replicas = self.program.axis_size("dp")
-        if self._settings.stage == 0:
-            return ReplicatedMemory(module, optimizer)
-        if self._settings.stage < 3:
-            return PartitionedMemory(module, optimizer, self._settings, replicas, self._is_pipeline)
-        return GatheredMemory(module, optimizer, self._settings, replicas)
+        settings, replicas = self._settings, self.program.axis_size("dp")
+        if settings.stage == 0:
+            return lambda module: ReplicatedMemory(module, optimizer)
+        if settings.stage < 3:
+            return lambda module: PartitionedMemory(module, optimizer, settings, replicas, self._is_pipeline)
+        return lambda module: GatheredMemory(module, optimizer, settings, replicas)

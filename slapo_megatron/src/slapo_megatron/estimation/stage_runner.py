@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ class MegatronStageRunner(EngineStageRunner):
         alone = len(program.stages) == program.axis_size("pp")
         return found, found.layouts[stage + 1].size if alone else found.size
 
-    def memory(self, module: nn.Module, optimizer: OptimizerFactory | None) -> StageMemory | None:
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
         if optimizer is None or not self.options.trains:
             return None
-        replicas = self.program.axis_size("dp")
-        return MegatronStageMemory(module, self.options, optimizer, replicas, self._is_first(module))
+        options, replicas = self.options, self.program.axis_size("dp")
+        return lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module))
 
     def _is_first(self, module: nn.Module) -> bool:
         return len(self.program.stages) == 1 or module is self.program.stages[0].module

@@ -8,11 +8,12 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_core import Program, Stage
 from slapo_training import StageRunner
 
+from ..measurement.engine_stage_run import run_engine_stage
+from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_run import OptimizerFactory, StageRecord, run_stage
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
@@ -37,11 +38,15 @@ def stage_records(
         microbatches: Number of micro-batches of a step.
     """
 
+    engine = runner.memory(optimizer)
+
     def record(index: int) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
-        return run_stage(program.stages[index], part, forward, optimizer, runner.memory, microbatches)
+        if engine is not None:
+            return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
+        return run_stage(program.stages[index], part, forward, optimizer)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:
@@ -64,16 +69,5 @@ def _signature(stage: Stage) -> Hashable:
     code = getattr(stage.module, "code", None)
     if not isinstance(code, str):
         return id(stage.module)
-    return (
-        _BLOCK_NUMBER.sub("#", code),
-        tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs),
-        stage.batch_inputs,
-        *((each.shape, each.dtype, each.requires_grad) for each in (*stage.module.parameters(), *stage.module.buffers())),
-        *map(_facts, stage.module.modules()),
-    )
-
-
-def _facts(module: nn.Module) -> Hashable:
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-    numbers = re.compile(r"(^|_)(idx|index|id|number|path|name)$")
-    return (type(module).__qualname__, *((name, value) for name, value in plain.items() if not numbers.search(name)))
+    inputs = tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs)
+    return (_BLOCK_NUMBER.sub("#", code), inputs, stage.batch_inputs, block_signature(stage.module))

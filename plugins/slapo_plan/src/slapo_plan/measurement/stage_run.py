@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from slapo_core import Stage
+from slapo_core import Boundary, Stage
 from slapo_tracing.recording import Sandbox
-from slapo_training import StageMemory
 
-from ..records import Work
+from .repeated_blocks import BlockRun, block_runs, trimmed
 from .run_recorder import RunRecorder
+from .segments import PassRecord, SegmentMarks, Segments
 from .storage_tracker import storage_bytes
 
 StageForward = Callable[[tuple[torch.Tensor, ...], Mapping[str, Any]], Any]
 """Runs the stage on its received tensors and its arguments of the batch; returns its outputs, or the loss."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-EngineMemory = Callable[[torch.nn.Module, OptimizerFactory | None], StageMemory | None]
-
-
-@dataclass(frozen=True)
-class PassRecord:
-    """One forward or backward of one micro-batch, or one step of the optimizer.
-
-    Args:
-        peak: Most bytes during the pass beyond those at its start.
-        change: Bytes at its end beyond those at its start; negative in a backward that frees activations.
-        work: Operators and collectives, in order.
-    """
-
-    peak: int = 0
-    change: int = 0
-    work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,12 +62,7 @@ class StageRecord:
 
 
 def run_stage(
-    stage: Stage,
-    part: Mapping[str, Any],
-    forward: StageForward,
-    optimizer: OptimizerFactory | None = None,
-    engine: EngineMemory | None = None,
-    microbatches: int = 1,
+    stage: Stage, part: Mapping[str, Any], forward: StageForward, optimizer: OptimizerFactory | None = None
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -94,61 +73,80 @@ def run_stage(
         part: Arguments of one micro-batch, with labels; real tensors.
         forward: Calls the stage as its engine does.
         optimizer: Makes the optimizer; None for a stage that is not stepped.
-        engine: Makes the engine's own tensors; it gets the module and ``optimizer``.
-        microbatches: Number of micro-batches of a step, for engines with their own tensors.
     """
-    sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
-    with sandbox.open(grad=True):
-        memory = engine(stage.module, optimizer) if engine is not None else None
-        run = _StageRun(stage, part, forward, sandbox, memory is not None and memory.owns_parameters)
-        if memory is not None:
-            return run.run_step(memory, microbatches)
-        first, second = run.run_microbatch(), run.run_microbatch()
-        return run.record(first, second, run.step(optimizer))
+    runs = block_runs(stage.module)
+    sizes = _Sizes.of(stage.module.parameters()), storage_bytes(stage.module.buffers())
+    with trimmed(runs):
+        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
+        with sandbox.open(grad=True):
+            return StageRun(stage, part, forward, sandbox, runs).record(optimizer, *sizes)
 
 
-class _StageRun:
+class _Sizes(NamedTuple):
+    """Bytes and number of elements of parameters, tied ones once."""
+
+    nbytes: int
+    numbers: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor]) -> _Sizes:
+        unique = [*{id(each): each for each in parameters}.values()]
+        return cls(storage_bytes(unique), sum(each.numel() for each in unique))
+
+
+class StageRun:
+    """Runs of one stage in an open sandbox, with few blocks of each run of equal ones."""
+
     def __init__(
-        self, stage: Stage, part: Mapping[str, Any], forward: StageForward, sandbox: Sandbox, ignores_parameters: bool
+        self,
+        stage: Stage,
+        part: Mapping[str, Any],
+        forward: StageForward,
+        sandbox: Sandbox,
+        runs: list[BlockRun],
+        recorder: RunRecorder | None = None,
     ) -> None:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
-        self.recorder = RunRecorder()
-        self.parameters = [*stage.module.parameters()]
-        self.buffers = [*stage.module.buffers()]
-        if ignores_parameters:
-            self.recorder.memory.ignore(self.parameters)
-        self.recorder.memory.add([self.parameters, self.buffers, [*part.values()]])
+        self.recorder = recorder or RunRecorder()
+        self.recorder.memory.add([[*stage.module.parameters()], [*stage.module.buffers()], [*part.values()]])
+        paths = {id(module): path for path, module in stage.module.named_modules()}
+        blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
+        self.marks = SegmentMarks(self.recorder, blocks)
+        self.repeated = {paths[id(run.measured)]: run.dropped for run in runs if run.dropped}
+        self.blocks = blocks
         self.received = self.sent = self.sent_back = 0
 
-    def run_step(self, memory: StageMemory, microbatches: int) -> StageRecord:
-        """Run a step with the engine's own tensors; of many micro-batches the first two and the last run."""
-        held = {kind: self._count(tensors) for kind, tensors in memory.held().items()}
-        with self.recorder:
-            begin = self._measure(memory.begin_step)
-        if memory.records_order:
-            self.run_microbatch(memory)
-            memory.end_recording()
-        count = min(microbatches, 3)
-        passes = [self.run_microbatch(memory, is_last=index + 1 == count) for index in range(count)]
-        with self.recorder:
-            step = self._measure(memory.step)
-        record = self.record(passes[0], passes[1 % count], PassRecord())
-        if memory.owns_parameters:
-            record = replace(record, parameters=held.pop("parameters", 0))
-        return replace(record, last_backward=passes[-1][1], step=step, held=held, freed=-begin.change, gradients=0)
+    def record(self, optimizer: OptimizerFactory | None, parameters: _Sizes, buffers: int) -> StageRecord:
+        with self.marks:
+            first, second = self.run_microbatch(), self.run_microbatch()
+        trained = [each for each in self.stage.module.parameters() if each.grad is not None]
+        gradients, step = storage_bytes(each.grad for each in trained if each.grad is not None), self._step(optimizer, trained)
+        for path, times in self.repeated.items():
+            own = [each for each in self.blocks[path].parameters() if each.grad is not None]
+            gradients += times * storage_bytes(each.grad for each in own if each.grad is not None)
+            step = PassRecord.join([step, *[self._step(optimizer, own)] * times])
+        return StageRecord(
+            forward=first[0].whole(self.repeated),
+            first_backward=self.without_sent(first[1]),
+            next_backward=self.without_sent(second[1]),
+            optimizer=step,
+            received=self.received,
+            sent=self.sent,
+            sent_back=self.sent_back,
+            parameters=parameters.nbytes,
+            buffers=buffers,
+            gradients=gradients,
+            numbers=parameters.numbers,
+        )
 
-    def _count(self, tensors: Any) -> int:
-        before = self.recorder.memory.live
-        self.recorder.memory.add(tensors)
-        return self.recorder.memory.live - before
-
-    def run_microbatch(self, memory: StageMemory | None = None, is_last: bool = False) -> tuple[PassRecord, PassRecord]:
+    def run_microbatch(self) -> tuple[Segments, Segments]:
+        """Run the forward and the backward of a micro-batch."""
         received = tuple(map(self._received, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
         held: list[Any] = []
         with self.recorder:
-            forward = self._measure(lambda: held.append(self.forward(received, self.part)))
+            forward = self.marks.measure(lambda: held.append(self.forward(received, self.part)))
             outputs = [each for each in tree_leaves(held) if isinstance(each, torch.Tensor)]
             trained = [each for each in outputs if each.requires_grad]
             gradients: list[torch.Tensor] | None = None
@@ -157,54 +155,36 @@ class _StageRun:
                 gradients = [torch.empty_like(each) for each in trained]
             del outputs
             held.clear()
-            backward = self._measure(lambda: self._run_backward(trained, gradients, memory, is_last))
+            backward = self.marks.measure(lambda: self.run_backward(trained, gradients))
         self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
-        return forward, PassRecord(backward.peak, backward.change - self.sent_back, backward.work)
+        return forward, backward
 
-    def step(self, optimizer: OptimizerFactory | None) -> PassRecord:
-        trained = [each for each in self.parameters if each.grad is not None]
-        if optimizer is None or not trained:
+    def sizes_of_parameters(self) -> tuple[int, int]:
+        """Return bytes and number of elements of the parameters in the sandbox."""
+        return _Sizes.of(self.stage.module.parameters())
+
+    def size_of_buffers(self) -> int:
+        """Return the bytes of the buffers in the sandbox."""
+        return storage_bytes(self.stage.module.buffers())
+
+    def without_sent(self, backward: Segments) -> PassRecord:
+        """Return the record of a backward without the gradients that it sends."""
+        whole = backward.whole(self.repeated)
+        return PassRecord(whole.peak, whole.change - self.sent_back, whole.work)
+
+    def _step(self, optimizer: OptimizerFactory | None, parameters: list[Any]) -> PassRecord:
+        if optimizer is None or not parameters:
             return PassRecord()
         with self.recorder:
-            made = optimizer(trained)
-            return self._measure(made.step)
+            made = optimizer(parameters)
+            return self.marks.measure(made.step).whole()
 
-    def record(
-        self, first: tuple[PassRecord, PassRecord], second: tuple[PassRecord, PassRecord], optimizer: PassRecord
-    ) -> StageRecord:
-        return StageRecord(
-            forward=first[0],
-            first_backward=first[1],
-            next_backward=second[1],
-            optimizer=optimizer,
-            received=self.received,
-            sent=self.sent,
-            sent_back=self.sent_back,
-            parameters=storage_bytes(self.parameters),
-            buffers=storage_bytes(self.buffers),
-            gradients=storage_bytes(each.grad for each in self.parameters if each.grad is not None),
-            numbers=sum(each.numel() for each in self.parameters),
-        )
-
-    def _run_backward(
-        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, memory: StageMemory | None, is_last: bool
-    ) -> None:
-        if memory is not None:
-            memory.begin_backward(is_last)
+    def run_backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None) -> None:
+        """Run the backward; the gradients are those of the outputs, None for a loss."""
         if outputs:
             torch.autograd.backward(outputs, gradients)
         outputs.clear()
-        if memory is not None:
-            memory.end_backward(is_last)
 
-    def _received(self, boundary: Any) -> torch.Tensor:
+    def _received(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
-
-    def _measure(self, run: Callable[[], Any]) -> PassRecord:
-        memory = self.recorder.memory
-        before = memory.live
-        memory.begin_peak()
-        self.recorder.take_work()
-        run()
-        return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())

@@ -47,12 +47,19 @@ def has_any_gradient(node: fx.Node) -> bool:
 
 def parameters_of(node: fx.Node) -> list[str]:
     """Return the names of the parameters that a value is computed from; empty if anything else with a gradient enters it."""
-    if node.op == "get_attr":
-        return [str(node.target)]
-    if node.op in ("placeholder", "call_module"):
-        return []
-    found = [parameters_of(other) for other in node.all_input_nodes if has_any_gradient(other)]
-    return [name for names in found for name in names] if all(found) else []
+    names: list[str] = []
+    pending, seen = [node], {node}
+    while pending:  # a recursion would be as deep as the model
+        each = pending.pop()
+        if each.op == "get_attr":
+            names.append(str(each.target))
+            continue
+        inputs = [other for other in each.all_input_nodes if has_any_gradient(other)]
+        if each.op in ("placeholder", "call_module") or not inputs:
+            return []
+        pending += [other for other in reversed(inputs) if other not in seen]
+        seen.update(inputs)
+    return names
 
 
 def run_by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:

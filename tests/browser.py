@@ -1,4 +1,4 @@
-"""A look at a page of the report in a real browser: what text a reader cannot see, in windows of several widths."""
+"""A look at a page in a real browser: what text a reader cannot see, in windows of several widths, and what keys do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ function look(frame, where) {
     if (floats && !owner.closest(".read")) continue;  // the pointer is not on this chart
     if (owner.closest(".inside")) continue;  // of a folded module; what it sums up is unfolded here
     const below = box => box.top >= owner.getBoundingClientRect().bottom;
-    if (owner.matches(".bar") && boxes.every(below)) continue;  // the tooltip of a narrow bar says it
+    if (owner.matches(".bar, .part") && boxes.every(below)) continue;  // the tooltip of a narrow bar says it
     if (!boxes.some(box => box.width && box.height)) { say(words, "hidden"); continue; }
     for (const box of boxes) {
       const fault = clips(owner, box, view);
@@ -56,6 +56,40 @@ function look(frame, where) {
       if (!floats && !owner.closest(".scroll")) lying.push({owner, words, box});
     }
   }
+}
+function readMarks(chart, view, where) {
+  const marks = [...chart.querySelectorAll("[title]")], line = chart.nextElementSibling;
+  const press = key => {
+    chart.dispatchEvent(new view.KeyboardEvent("keydown", {key, bubbles: true}));
+    return line.textContent;
+  };
+  const says = (words, mark, how) => { if (words !== mark.title) faults.push(`${where}: ${how} reads ${words}`); };
+  says(press("ArrowRight"), marks[0], "the first key");
+  says(press("End"), marks.at(-1), "End");
+  says(press("ArrowRight"), marks.at(-1), "a key at the end");
+  says(press("Home"), marks[0], "Home");
+  const below = +chart.dataset.marks;
+  if (below < marks.length) says(press("ArrowDown"), marks[below], "down");
+  marks.at(-1).dispatchEvent(new view.PointerEvent("pointerover", {bubbles: true}));
+  says(line.textContent, marks.at(-1), "the pointer");
+  if (chart.querySelectorAll(".read-mark").length !== 1) faults.push(`${where}: not one mark is read`);
+}
+function sortBy(table, where) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    for (const order of ["ascending", "descending"]) {
+      head.querySelector("button").click();
+      if (head.ariaSort !== order) faults.push(`${where}: ${head.textContent} is ${head.ariaSort}`);
+      const cells = [...table.tBodies[0].rows].map(row => row.cells[column]);
+      const values = cells.filter(cell => cell.dataset.value !== undefined).map(cell => +cell.dataset.value);
+      const sign = order === "ascending" ? 1 : -1;
+      if (values.some((value, index) => index && sign * (value - values[index - 1]) < 0))
+        faults.push(`${where}: ${head.textContent} is not ${order}`);
+      const empty = cells.map(cell => cell.textContent === "");
+      if (empty.lastIndexOf(false) > empty.indexOf(true) && empty.includes(true)) faults.push(`${where}: empty cells first`);
+    }
+    if (heads.filter(each => each.ariaSort !== "none").length !== 1) faults.push(`${where}: sorted by several columns`);
+  });
 }
 for (const frame of document.querySelectorAll("iframe")) {
   const doc = frame.contentDocument, view = frame.contentWindow;
@@ -72,8 +106,11 @@ for (const frame of document.querySelectorAll("iframe")) {
     }
     plot.dispatchEvent(new view.PointerEvent("pointerleave"));
   }
-  for (const bar of doc.querySelectorAll(".bar"))
-    if (!bar.title.includes(" of micro-batch ")) faults.push(`${frame.width}: a bar without a tooltip`);
+  for (const bar of doc.querySelectorAll(".bar, .part, .cell, .point"))
+    if (!bar.title.includes(bar.matches(".bar") ? " ms from " : " ")) faults.push(`${frame.width}: a bar without a tooltip`);
+  for (const chart of doc.querySelectorAll("[data-marks]")) readMarks(chart, view, `${frame.width}: ${chart.ariaLabel}`);
+  for (const table of doc.querySelectorAll("table.sortable")) sortBy(table, `${frame.width}: ${table.parentElement.ariaLabel}`);
+  look(frame, `${frame.width}, read and sorted`);
 }
 document.body.innerHTML = "<pre id=found></pre>";
 document.getElementById("found").textContent = JSON.stringify([...new Set(faults)]);

@@ -1,13 +1,14 @@
-"""Line charts as SVG in HTML, and their axes: lines stretch with the page, text keeps its size."""
+"""Line charts as SVG in HTML: lines stretch with the page, text keeps its size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ..run_data.settings import format_count
+from ..units import format_count
+from .axes import Axis
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,18 @@ class Limit:
 
 
 def line_chart(title: str, lines: Sequence[Line], x: Axis, y: Axis, *, y_label: str, limit: Limit | None = None) -> str:
-    """A chart over steps as an HTML ``figure``; its plot carries ``data-chart`` for the script's crosshair."""
+    """Return a chart over steps as an HTML ``figure``.
+
+    The plot has the attribute ``data-chart``, and the first and the last step as ``data-first`` and ``data-last``.
+
+    Args:
+        title: Heading of the figure.
+        lines: Drawn in this order, the last on top.
+        x: Axis of the steps.
+        y: Axis of the values.
+        y_label: Quantity and unit of the values.
+        limit: Drawn as a dashed line.
+    """
     legend = "".join(f'<span class="key {line.style}">{escape(line.name)}</span>' for line in lines)
     drawn = "".join(f'<path class="line {line.style}" d="{_path(line.values, x, y)}"/>' for line in lines)
     summary = "; ".join(f"{line.name}: {_describe(line.values)}" for line in lines)
@@ -90,60 +102,3 @@ def _number(value: float) -> str:
 
 def _describe(values: Sequence[float]) -> str:
     return f"from {values[0]:.4g} to {values[-1]:.4g} in {format_count(len(values), 'step')}" if values else "no values"
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A linear or logarithmic axis.
-
-    Args:
-        low: Value at its beginning.
-        high: Value at its end; above ``low``.
-        ticks: Values to label.
-        log: Whether it is logarithmic.
-    """
-
-    low: float
-    high: float
-    ticks: Sequence[float]
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """Return the position of a value in percent of the axis; values outside are put at the nearer end."""
-        low, high = self.low, self.high
-        if self.log:
-            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
-        return min(100.0, max(0.0, 100 * (value - low) / (high - low)))
-
-
-def linear_axis(values: Iterable[float], num_ticks: int = 5) -> Axis:
-    """Return an axis over the finite values, with round ticks and a margin at both ends."""
-    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(finite), max(finite)
-    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    low, high = low - margin, high + margin
-    step = _round_step((high - low) / num_ticks)
-    first = math.ceil(low / step)
-    return Axis(low, high, [index * step for index in range(first, math.floor(high / step) + 1)])
-
-
-def log_axis(values: Iterable[float], floor: float) -> Axis:
-    """Return an axis of whole decades over the finite values; values below ``floor``, including zero, lie at ``floor``."""
-    finite = [max(value, floor) for value in values if math.isfinite(value)] or [floor]
-    low, high = math.floor(math.log10(min(finite))), math.ceil(math.log10(max(finite)))
-    high = max(high, low + 1)
-    every = max(1, (high - low) // 5)
-    return Axis(10.0**low, 10.0**high, [10.0**power for power in range(low, high + 1, every)], log=True)
-
-
-def step_axis(num_steps: int, num_ticks: int = 6) -> Axis:
-    """Return an axis over steps 1 to ``num_steps``, with integer ticks that include the first and the last."""
-    every = max(1, int(_round_step(num_steps / num_ticks)))
-    inner = [step for step in range(every, num_steps, every) if num_steps - step > every / 2 and step > 1]
-    return Axis(1, max(num_steps, 2), sorted({1, *inner, num_steps}))
-
-
-def _round_step(rough: float) -> float:
-    """Return the next of 1, 2, 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
