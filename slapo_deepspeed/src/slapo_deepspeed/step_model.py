@@ -40,7 +40,7 @@ class DeepSpeedStepModel(StepModel):
     @classmethod
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         is_pipeline = len(program.stages) > 1
-        return MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline)
+        return MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline, kept_losses=2 * is_pipeline)
 
     @classmethod
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:

@@ -51,6 +51,8 @@ class MemoryRules(NamedTuple):
         holds_received: True if a received tensor is allocated before its forward and freed after its backward.
         fixed_buffers: True if a stage has one buffer for what it receives and one for the gradient of what it sends, which stay
             between steps; otherwise that gradient is allocated for its backward.
+        kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
+            and the gradient of that.
     """
 
     buckets: bool = False
@@ -58,6 +60,7 @@ class MemoryRules(NamedTuple):
     keeps_sent: bool = False
     holds_received: bool = False
     fixed_buffers: bool = False
+    kept_losses: int = 0
 
 
 class StageMemory:

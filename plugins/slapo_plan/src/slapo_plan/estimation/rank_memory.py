@@ -60,7 +60,9 @@ def rank_memory(
     """
     stages = records.values()
     gradients = sum(each.gradients for each in stages)
-    fixed = sum(each.received + each.sent for each in stages) if rules.fixed_buffers else 0
+    kept = sum(each.received + each.sent_back for each in stages if not each.sent)
+    kept_losses = min(rules.kept_losses, microbatches)
+    fixed = kept * kept_losses + sum(each.received + each.sent for each in stages) * rules.fixed_buffers
     step = _Step(
         {
             "parameters": sum(each.parameters for each in stages),
@@ -77,6 +79,7 @@ def rank_memory(
     in_buckets = rules.buckets and microbatches == 1
     held = sum(step.now.values()) + (0 if rules.buckets else gradients)
     step.now["gradients"] -= sum(each.freed for each in stages)
+    step.now["messages"] -= kept if kept_losses else 0  # the loss of a micro-batch takes the place of an earlier one
     backwards: Counter[int] = Counter()
     on_the_way = last_sent_back = 0
     for kind, index, microbatch in order:
