@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slapo_training.engines.split_backward import can_split
+from slapo_training.engines.split_backward import can_split_backward
 
 Graph = Callable[[torch.Tensor, torch.Tensor, nn.Parameter, nn.Parameter], tuple[torch.Tensor, ...]]
 
@@ -33,23 +33,23 @@ Graph = Callable[[torch.Tensor, torch.Tensor, nn.Parameter, nn.Parameter], tuple
 def test_what_can_be_split(graph: Graph, expected: bool) -> None:
     x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     v, w = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
-    assert can_split(graph(x, y, v, w), (x, y)) is expected
+    assert can_split_backward(graph(x, y, v, w), (x, y)) is expected
 
 
 @pytest.mark.parametrize(("reentrant", "expected"), [(False, True), (True, False)])
 def test_reentrant_checkpoints_cannot_be_split(reentrant: bool, expected: bool) -> None:
     x, layer = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4)
-    assert can_split((checkpoint(layer, x, use_reentrant=reentrant).tanh(),), (x,)) is expected
+    assert can_split_backward((checkpoint(layer, x, use_reentrant=reentrant).tanh(),), (x,)) is expected
 
 
 def test_a_hook_that_waits_for_an_accumulated_gradient_is_called_where_a_backward_runs_whole() -> None:
     x, layer = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4)
-    assert can_split((layer(x).tanh(),), (x,))
+    assert can_split_backward((layer(x).tanh(),), (x,))
     handle = layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert not can_split((layer(x).tanh(),), (x,))
+    assert not can_split_backward((layer(x).tanh(),), (x,))
     handle.remove()
-    assert can_split((layer(x).tanh(),), (x,))
+    assert can_split_backward((layer(x).tanh(),), (x,))
 
 
 def test_what_was_received_without_a_gradient_leads_nowhere() -> None:
-    assert not can_split((torch.ones(2, 2) @ nn.Parameter(torch.ones(2, 2)),), (torch.ones(2, 2),))
+    assert not can_split_backward((torch.ones(2, 2) @ nn.Parameter(torch.ones(2, 2)),), (torch.ones(2, 2),))

@@ -75,6 +75,12 @@ def test_directions_of_attention_have_their_own_rates() -> None:
     assert backward - 1e-5 == pytest.approx(2 * (forward - 1e-5))
 
 
+def test_a_causal_attention_skips_half_where_nothing_was_measured() -> None:
+    full = OperatorRecord("aten.attention", "attention", torch.bfloat16, 10**14, 1000, (2, 4, 64, 64, 64))
+    whole, half = (operator_seconds(full._replace(name=name), H100) for name in ("aten.attention", "aten.attention.causal"))
+    assert half == pytest.approx(whole / 2, rel=0.01)
+
+
 def test_element_wise_operators_have_their_own_factors() -> None:
     seconds = [operator_seconds(_pointwise(name, 10**7), HERE) - 1e-5 for name in ("aten.add", "aten.tanh", "aten.add_")]
     assert seconds == pytest.approx([1e-3, 3e-3, 0.5e-3])

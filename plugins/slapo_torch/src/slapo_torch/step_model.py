@@ -1,4 +1,4 @@
-"""What a planner reads about a step of target ``torch``."""
+"""Facts about a step of target ``torch`` for planners: order of actions, messages, reductions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 
-from slapo_core import Program
-from slapo_training import MemoryRules, MessageMode, PipelineAction, StageRunner, StepModel
+from slapo_core import BuildError, Program
+from slapo_training import (
+    CollectiveRecord,
+    MemoryRules,
+    MessageMode,
+    PipelineAction,
+    StageParameters,
+    StageRunner,
+    StepFacts,
+    StepModel,
+)
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
 
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
-from .step.stage_call import StageCall
+from .step.stage_call import StageCall, autocast_context
 
 
 class TorchStepModel(StepModel):
@@ -34,7 +43,15 @@ class TorchStepModel(StepModel):
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
         ddp = program.axis_size("dp") > 1 and config.get("data_parallel", Options.data_parallel) == "ddp"
         staged, several = len(program.stages) > 1, kind_of(_schedule(config)).stages_per_rank != 1
-        return MemoryRules(buckets=ddp and not (staged and several), receive_buffers=staged, keeps_sent=staged and several)
+        keeps_sent = staged and (several or _schedule(config) == "gpipe")
+        afterwards = ddp and staged and several
+        return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
+        from .step_collectives import StepCollectives  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+
+        return [*StepCollectives(program, Options.of(config), rank, facts).records()]
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
@@ -55,6 +72,7 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
+        self.gathers_all = False
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         module, options, rows = self._program.module, self._options, self._options.batch_rows
@@ -62,6 +80,10 @@ class TorchStageRunner(StageRunner):
         count = rows.count(given)
         number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
         return split(given, number, several=variadic_argument(module), rows=rows)
+
+    def plan(self, program: Program, part: Batch) -> Program:
+        with autocast_context(self._options, self._device):
+            return super().plan(program, part)
 
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         arguments, labels = dict(part), None
@@ -74,6 +96,23 @@ class TorchStageRunner(StageRunner):
             outputs = None if last else program.stages[stage + 1].inputs
             call = self._calls[stage] = StageCall(program.stages[stage], outputs, self._options, self._device)
         return call(*received, batch=arguments, labels=labels)
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:
+            return StageParameters()
+        from .fsdp.fake_unit import FakeShards  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+
+        return FakeShards(program, stage, self._options.fsdp_units, self.gathers_all)
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""
+        from .fsdp.unit import REMEDY  # noqa: PLC0415
+
+        is_order = isinstance(error, BuildError) and REMEDY in str(error)
+        if not is_order or self.gathers_all or self._options.fsdp_units is not None:
+            return False
+        self.gathers_all = True
+        return True
 
 
 def _schedule(config: Mapping[str, Any]) -> str:

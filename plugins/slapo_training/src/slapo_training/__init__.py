@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
     from .engine_stage_runner import EngineStageRunner, flatten_parameters, initialized_optimizer
     from .engines.exact_stage import ExactStage
+    from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .stage_parameters import GradientSize, StageParameters
     from .step_model import (
+        CollectiveRecord,
         MemoryRules,
         MessageMode,
         OptimizerFactory,
         PipelineAction,
         StageMemory,
         StageRunner,
+        StepFacts,
         StepModel,
         one_forward_one_backward,
     )
@@ -35,15 +39,19 @@ else:
             "batch_engine": ["BatchEngine", "MicroBatches"],
             "engine_stage_runner": ["EngineStageRunner", "flatten_parameters", "initialized_optimizer"],
             "engines.exact_stage": ["ExactStage"],
+            "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "stage_parameters": ["GradientSize", "StageParameters"],
             "step_model": [
+                "CollectiveRecord",
                 "MemoryRules",
                 "MessageMode",
                 "OptimizerFactory",
                 "PipelineAction",
                 "StageMemory",
                 "StageRunner",
+                "StepFacts",
                 "StepModel",
                 "one_forward_one_backward",
             ],
@@ -52,9 +60,11 @@ else:
 
 __all__ = [
     "BatchEngine",
+    "CollectiveRecord",
     "EngineStageRunner",
     "ExactStage",
     "ExternalEngine",
+    "GradientSize",
     "MemoryRules",
     "MessageMode",
     "MicroBatches",
@@ -62,8 +72,11 @@ __all__ = [
     "PipelineAction",
     "StageForward",
     "StageMemory",
+    "StageParameters",
     "StageRunner",
+    "StepFacts",
     "StepModel",
+    "can_split_backward",
     "flatten_parameters",
     "initialized_optimizer",
     "one_forward_one_backward",

@@ -1,4 +1,4 @@
-"""What a planner reads about a training step of a dialect, without processes, weights or an engine."""
+"""Interface by which planners read about a training step of a dialect, without processes, weights or an engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core import Program
+from slapo_core import Program, Stage
 
 from .batches import Batch
+from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
 """How an engine sends tensors between stages.
@@ -40,6 +41,42 @@ class PipelineAction(NamedTuple):
     microbatch: int
 
 
+class CollectiveRecord(NamedTuple):
+    """One collective, or one message of a pipeline, as one rank sees it.
+
+    Args:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
+            ``"gather"``, ``"scatter"`` or ``"send"``.
+        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
+            or all-to-all, the message.
+        ranks: Global ranks of the group, in order; the two ends of a message.
+        overlapped: True if the rank goes on computing while it runs.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    overlapped: bool = False
+
+
+class StepFacts(NamedTuple):
+    """What the runs of one rank's stages show of a step.
+
+    Args:
+        stages: All stages of the program for a micro-batch.
+        actions: Computations of the rank.
+        arrivals: Gradients of its parameters in the order in which a backward finishes them, those of unused ones behind.
+        unused: Number of its trainable parameters without a gradient.
+        gathers_all: True if parameters that are sharded over replicas are gathered for the whole step.
+    """
+
+    stages: Sequence[Stage]
+    actions: Sequence[PipelineAction]
+    arrivals: Sequence[GradientSize] = ()
+    unused: int = 0
+    gathers_all: bool = False
+
+
 class MemoryRules(NamedTuple):
     """Memory that an engine uses beside parameters, optimizer state, and what forwards and backwards allocate.
 
@@ -53,6 +90,7 @@ class MemoryRules(NamedTuple):
             between steps; otherwise that gradient is allocated for its backward.
         kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
             and the gradient of that.
+        flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
     """
 
     buckets: bool = False
@@ -61,6 +99,7 @@ class MemoryRules(NamedTuple):
     holds_received: bool = False
     fixed_buffers: bool = False
     kept_losses: int = 0
+    flattens_gradients: bool = False
 
 
 class StageMemory:
@@ -110,6 +149,10 @@ class StageRunner(ABC):
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         """Return the micro-batches of one data-parallel rank's batch, each as arguments of the forward by name."""
 
+    def plan(self, program: Program, part: Batch) -> Program:
+        """Return the program for one micro-batch in training."""
+        return program.replan(True, part) if program.replan is not None else program
+
     @abstractmethod
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         """Run the forward of a stage; return the tensors it sends, or the loss in the last stage.
@@ -134,6 +177,17 @@ class StageRunner(ABC):
             optimizer: Makes the optimizer of some parameters.
         """
         return None
+
+    def parameters(self, program: Program, stage: int) -> StageParameters:
+        """Return the parameters of a stage as the engine holds them over a step."""
+        return StageParameters()
+
+    gathers_all = False
+    """True if parameters that are sharded over replicas are gathered for the whole step."""
+
+    def adapts_to(self, error: Exception) -> bool:
+        """Change how stages run after an error, if the engine would; return False if the engine raises the error."""
+        return False
 
 
 class StepModel:
@@ -183,6 +237,24 @@ class StepModel:
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
         """Return a factory like the optimizer that the engine's own configuration names; None if it names none."""
         return None
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
+        """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
+
+        These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small
+        reductions by which ranks agree. The step is not the first.
+
+        Args:
+            program: The program, as ``Dialect.check`` returned it.
+            config: Options of ``build``.
+            rank: Rank along ``pp``; the other ranks need not exist.
+            facts: What the runs of its stages have shown.
+
+        Returns:
+            The records in the order of the step; by default none.
+        """
+        return []
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
-from slapo_training import PipelineAction, StepModel
+from slapo_training import PipelineAction, StepFacts, StepModel
 
-from ..measurement.stage_run import StageRecord
+from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
-from .rank_memory import rank_memory
+from .engine_rank_memory import engine_rank_memory
+from .process_groups import group_name
+from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
 
@@ -40,7 +41,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         UnknownNameError: no such target.
         ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
     """
-    model = _step_model(sch, target)
+    model = step_model(sch, target)
     if (named := model.named_optimizer(options)) is None:
         options.setdefault("optimizer", torch.optim.AdamW)
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
@@ -53,21 +54,35 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
+    optimizer = named or optimizer_factory(options["optimizer"])
+    split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
     with runner.weights():
-        planned = program.replan(True, parts[0]) if program.replan is not None else program
-        records = stage_records(planned, runner, parts[0], named or _factory(options["optimizer"]), len(parts))
+        planned = runner.plan(program, parts[0])
+        records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []
     for rank in range(layout["pp"]):
         own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
-        memory = rank_memory(own, order[rank], rules, len(parts), nbytes)
+        if any(each.step is not None for each in own.values()):
+            memory = engine_rank_memory(own, order[rank], rules, len(parts), nbytes)
+        else:
+            memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
-        collectives += _collectives(program, rank, own, order[rank])
+        arrivals = [each for index in reversed(own) for each in own[index].arrivals]
+        unused = sum(each.unused for each in records)
+        facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
+        collectives += _collectives(program, rank, own, model.collectives(program, options, rank, facts), order[rank])
     return Estimate(**about, ranks=ranks, collectives=collectives)
 
 
-def _step_model(sch: Schedule, target: str) -> type[StepModel]:
+def step_model(sch: Schedule, target: str) -> type[StepModel]:
+    """Return the step model of a target.
+
+    Raises:
+        UnknownNameError: no such target.
+        ScheduleError: it has none.
+    """
     found: Any = sch.registry.get("dialect", target).classes.get("step_model")
     if found is None:
         raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
@@ -79,20 +94,35 @@ def _axis_size(sch: Schedule, axis: str) -> int:
     return mesh.get_group(axis).size() if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 1
 
 
-def _factory(optimizer: Any) -> Any:
+def optimizer_factory(optimizer: Any) -> Any:
+    """Return a factory of optimizers like the given one, or the given factory."""
     if isinstance(optimizer, torch.optim.Optimizer):
         kind, defaults = type(optimizer), optimizer.defaults
         return lambda parameters: kind(parameters, **defaults)
     return optimizer
 
 
+def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> RankPlaces:
+    """Return what the stages of a rank share: tied parameters, and tensors between neighbours."""
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    repeated: Counter[int] = Counter()
+    for tie in program.ties if len(program.stages) > 1 else ():
+        for stage in sorted(set(tie.stages) & records.keys())[:-1]:  # the backward reaches the last one first
+            held = sum(each.nbytes for each in program.stages[stage].module.parameters())
+            repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
+    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
+
+
 def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:
-    """Iterate over the work of all actions; the parts of a split backward count as one."""
+    """Iterate over the work of all actions."""
     for kind, index, _ in order:
         if kind == "F":
             yield records[index].forward.work
-        elif kind in "BI":
-            yield records[index].next_backward.work
+        elif kind == "W":
+            yield records[index].next_weights.work
+        else:
+            split = records[index].inputs_backward
+            yield records[index].next_backward.work if kind == "B" or split is None else split.work
 
 
 def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:
@@ -102,19 +132,16 @@ def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) 
 
 
 def _collectives(
-    program: Program, rank: int, records: Mapping[int, StageRecord], order: Sequence[PipelineAction]
+    program: Program,
+    rank: int,
+    records: Mapping[int, StageRecord],
+    others: Sequence[CollectiveRecord],
+    order: Sequence[PipelineAction],
 ) -> list[CollectiveTotal]:
+    """Return the collectives of a rank: those within its stages, and ``others``."""
     found: Counter[tuple[str, str, int]] = Counter()
-    for work in _passes(records, order):
+    for work in (*_passes(records, order), others):
         for each in work:
             if isinstance(each, CollectiveRecord):
-                found[each.kind, _axis(program, each.ranks), each.nbytes] += 1
+                found[each.kind, group_name(program.mesh, each.ranks), each.nbytes] += 1
     return [CollectiveTotal(*key, count, rank) for key, count in found.items()]
-
-
-def _axis(program: Program, ranks: tuple[int, ...]) -> str:
-    mesh = program.mesh
-    for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
-        if mesh is not None and tuple(dist.get_process_group_ranks(mesh.get_group(axis))) == ranks:
-            return axis
-    return f"ranks {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slapo_training import MemoryRules, PipelineAction
 
-from ..measurement.stage_run import StageRecord
+from ..measurement.segments import PassRecord
+from ..measurement.stage_record import StageRecord
+
+
+class RankPlaces(NamedTuple):
+    """Tensors that stages of one rank share.
+
+    Args:
+        repeated: Bytes of parameters of a stage that another stage of the rank holds, too; given for one of the two.
+        passes_on: Stages whose outputs go to a stage of the same rank.
+    """
+
+    repeated: Mapping[int, int] = {}
+    passes_on: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -17,8 +30,7 @@ class RankMemory:
 
     Args:
         kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients,
-            ``optimizer``, ``batch``, ``messages`` (receive
-            buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
+            ``optimizer``, ``batch``, ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
@@ -33,21 +45,13 @@ class RankMemory:
         return sum(self.kinds.values())
 
 
-class _Step:
-    """State of a rank's memory while its actions run."""
-
-    def __init__(self, held: dict[str, int]) -> None:
-        self.now = dict(held)
-        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
-
-    def peak(self, working: int, when: str) -> None:
-        total = sum(self.now.values()) + working
-        if total > self.best[0]:
-            self.best = total, {**self.now, "working": working}, when
-
-
 def rank_memory(
-    records: Mapping[int, StageRecord], order: Sequence[PipelineAction], rules: MemoryRules, microbatches: int, batch: int
+    records: Mapping[int, StageRecord],
+    order: Sequence[PipelineAction],
+    rules: MemoryRules,
+    microbatches: int,
+    batch: int,
+    places: RankPlaces = RankPlaces(),
 ) -> RankMemory:
     """Return the memory of one rank at the peak of a step.
 
@@ -57,72 +61,115 @@ def rank_memory(
         rules: Memory of the engine beside the model.
         microbatches: Number of micro-batches.
         batch: Bytes of the rank's batch.
+        places: Tensors that its stages share.
     """
     stages = records.values()
     gradients = sum(each.gradients for each in stages)
-    kept = sum(each.received + each.sent_back for each in stages if not each.sent)
-    kept_losses = min(rules.kept_losses, microbatches)
-    fixed = kept * kept_losses + sum(each.received + each.sent for each in stages) * rules.fixed_buffers
+    once = 1 - sum(places.repeated.values()) / max(1, sum(each.parameters for each in stages))  # ties of its stages
     step = _Step(
         {
-            "parameters": sum(each.parameters for each in stages),
+            "parameters": round(once * sum(each.parameters for each in stages)),
             "buffers": sum(each.buffers for each in stages),
-            "gradients": sum(each.held.get("gradients", 0) for each in stages),
-            "buckets": gradients if rules.buckets else sum(each.held.get("buckets", 0) for each in stages),
-            "optimizer": sum(each.optimizer.change + each.held.get("optimizer", 0) for each in stages),
+            "gradients": 0,
+            "buckets": gradients if rules.buckets else 0,
+            "optimizer": round(once * sum(each.optimizer.change for each in stages)),
             "batch": batch,
-            "messages": fixed or sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
+            "gathered": 0,
+            "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
             "activations": 0,
         }
     )
+    between = round(once * gradients)
+    held = sum(step.now.values()) + (0 if rules.buckets else between)
     step.peak(0, "between steps")
-    in_buckets = rules.buckets and microbatches == 1
-    held = sum(step.now.values()) + (0 if rules.buckets else gradients)
-    step.now["gradients"] -= sum(each.freed for each in stages)
-    step.now["messages"] -= kept if kept_losses else 0  # the loss of a micro-batch takes the place of an earlier one
-    backwards: Counter[int] = Counter()
-    on_the_way = last_sent_back = 0
-    for kind, index, microbatch in order:
-        record = records[index]
-        name = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}[kind]
-        when = (
-            f"{name} of micro-batch {microbatch}, stage {index}" if len(records) > 1 else f"{name} of micro-batch {microbatch}"
-        )
-        if kind == "W":
-            continue
-        if kind == "F":
-            step.now["messages"] += record.received * rules.holds_received
-            step.peak(record.forward.peak, when)
-            step.now["activations"] += record.forward.change
-            message = record.sent
-        else:
-            first = not backwards[index]
-            backwards[index] += 1
-            backward = record.next_backward
-            gradient = 0 if rules.fixed_buffers or not rules.holds_received else record.sent
-            if record.last_backward is not None:
-                backward = (
-                    record.last_backward if backwards[index] == microbatches else record.first_backward if first else backward
-                )
-                step.peak(backward.peak + gradient, when)
-                step.now["gradients"] += backward.change + record.forward.change
-            elif first and not in_buckets:
-                backward = record.first_backward
-                step.peak(backward.peak, when)
-                step.now["gradients"] += record.gradients
-            else:
-                step.peak(backward.peak, when)
-            step.now["activations"] -= record.forward.change
-            step.now["messages"] -= record.received * rules.holds_received
-            if rules.holds_received and not rules.fixed_buffers:  # the gradient that was sent last
-                step.now["messages"] += record.sent_back - last_sent_back
-                last_sent_back = record.sent_back
-            message = record.sent_back
-            if rules.keeps_sent:
-                step.now["messages"] += record.sent + record.sent_back
-        if not rules.keeps_sent and rules.receive_buffers and message:
-            step.now["messages"] += message - on_the_way
-            on_the_way = message
-    working = max((each.step.peak if each.step else each.optimizer.peak - each.optimizer.change for each in stages), default=0)
+    for each in stages:
+        step.peak(each.begin.peak, "start of the step")
+        step.now["gathered"] += each.begin.change
+    step.run(records, order, rules, places, keeps_gradients=rules.buckets and microbatches == 1)
+    step.now["activations"] = 0
+    for each in stages:
+        step.peak(each.end.peak, "reduction of gradients")
+        step.now["gradients"] += each.end.change + each.begin.change
+        step.now["gathered"] -= each.begin.change
+    if rules.flattens_gradients:
+        step.peak(between, "reduction of gradients")
+    working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
     step.peak(working, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)
+
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
+
+
+class _Step:
+    """State of a rank's memory while its actions run."""
+
+    def __init__(self, held: dict[str, int]) -> None:
+        self.now = dict(held)
+        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self._on_the_way = 0
+
+    def peak(self, working: int, when: str) -> None:
+        total = sum(self.now.values()) + working
+        if total > self.best[0]:
+            self.best = total, {**self.now, "working": working}, when
+
+    def run(
+        self,
+        records: Mapping[int, StageRecord],
+        order: Sequence[PipelineAction],
+        rules: MemoryRules,
+        places: RankPlaces,
+        keeps_gradients: bool,
+    ) -> None:
+        """Run all actions; with ``keeps_gradients`` the first backward finds gradients."""
+        begun: set[int] = set()
+        forwards = 0
+        for kind, index, microbatch in order:
+            record = records[index]
+            stage = f", stage {index}" if len(records) > 1 else ""
+            kind = "B" if kind == "I" and record.inputs_backward is None else kind
+            if kind == "W" and record.inputs_backward is None:
+                continue
+            is_first = kind in "BW" and index not in begun
+            allocates = is_first and not keeps_gradients
+            done = _pass(record, kind, allocates)
+            repeated = places.repeated.get(index, 0) if allocates and begun else 0
+            self.peak(done.peak - repeated, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
+            grown = record.gradient_growth if allocates else 0
+            self.now["gradients"] += grown - repeated
+            self.now["activations"] += done.change - grown
+            begun |= {index} if is_first else set()
+            forwards += kind == "F" and not begun
+            if rules.receive_buffers:
+                self.now["messages"] += self._messages(kind, index, record, rules, places, is_first and forwards > 1)
+
+    def _messages(
+        self, kind: str, index: int, record: StageRecord, rules: MemoryRules, places: RankPlaces, ends_warmup: bool
+    ) -> int:
+        """Return the growth of messages by one action.
+
+        A sent output is an activation until its backward. Stages of one rank pass a tensor on, which then takes the place of a
+        receive buffer.
+        """
+        sent = record.sent if index not in places.passes_on else 0
+        sent_back = record.sent_back if index - 1 not in places.passes_on else 0
+        if index in places.passes_on and kind in "FBW":
+            return record.sent * (-1 if kind == "F" else 1)
+        if rules.keeps_sent:
+            return {"F": 0, "I": sent_back, "W": sent, "B": sent + sent_back}[kind]
+        if kind != "B":
+            return 0
+        before, self._on_the_way = self._on_the_way, sent_back
+        return sent_back - before + (sent if ends_warmup else 0)
+
+
+def _pass(record: StageRecord, kind: str, is_first: bool) -> PassRecord:
+    if kind == "F":
+        return record.forward
+    if kind == "I":
+        assert record.inputs_backward is not None
+        return record.inputs_backward
+    if kind == "W":
+        return record.first_weights if is_first else record.next_weights
+    return record.first_backward if is_first else record.next_backward

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 
-from slapo_core import Program, Stage
+from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
 from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.repeated_blocks import block_signature
-from ..measurement.stage_run import OptimizerFactory, StageRecord, run_stage
+from ..measurement.stage_record import StageRecord
+from ..measurement.stage_run import OptimizerFactory, run_stage
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
@@ -24,6 +25,7 @@ def stage_records(
     runner: StageRunner,
     part: Mapping[str, Any],
     optimizer: OptimizerFactory | None,
+    split: Collection[int] = (),
     microbatches: int = 1,
 ) -> list[StageRecord]:
     """Run one micro-batch through the stages of a program.
@@ -35,9 +37,9 @@ def stage_records(
         runner: Runs its stages.
         part: The micro-batch.
         optimizer: Makes the optimizer.
+        split: Indices of the stages whose backwards are split in two.
         microbatches: Number of micro-batches of a step.
     """
-
     engine = runner.memory(optimizer)
 
     def record(index: int) -> StageRecord:
@@ -46,11 +48,17 @@ def stage_records(
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-        return run_stage(program.stages[index], part, forward, optimizer)
+        try:
+            held = runner.parameters(program, index)
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
+        except SlapoError as err:
+            if not runner.adapts_to(err):
+                raise
+            return record(index)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:
-        groups[_signature(stage)].append(stage.index)
+        groups[_signature(stage), stage.index in split].append(stage.index)
     found: dict[int, StageRecord] = {}
     for equal in groups.values():
         found |= _records_of_equal(equal, record)

@@ -6,8 +6,9 @@ peak rates, latencies and assumed efficiencies otherwise. It may import ``record
 """
 
 from .calibration import calibrate
+from .cluster_parts import Link, Measurements
 from .collective_seconds import collective_seconds
-from .description import Hardware, Link, Measurements
+from .description import Hardware
 from .operator_seconds import WorkSeconds, operator_seconds, work_seconds
 from .rate_curve import Curve
 

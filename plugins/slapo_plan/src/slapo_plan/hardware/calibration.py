@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 
 from slapo_core import SlapoError
 
-from .description import Hardware, Link, Measurements
+from .cluster_parts import Link, Measurements
+from .description import Hardware
 from .rate_curve import Curve
 
 _TIMEOUT = 600.0
@@ -76,8 +78,14 @@ def _measurements(found: Mapping[str, Any]) -> Measurements:
         pointwise=Curve(found["pointwise"]),
         in_place=Curve(found["in_place"]),
         operators=found["operators"],
-        collectives={key: Curve(points, rises=True) for key, points in found["collectives"].items()},
+        collectives={key: Curve(_rising(points), rises=True) for key, points in found["collectives"].items()},
     )
+
+
+def _rising(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Return points without disturbed measurements: no transfer takes longer than a larger one."""
+    seconds = [*accumulate((value for _, value in reversed(points)), min)]
+    return [(size, value) for (size, _), value in zip(points, reversed(seconds), strict=True)]
 
 
 def _link(measurements: Sequence[Measurements]) -> Link:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from math import prod
 from statistics import quantiles
 from typing import Any
@@ -21,7 +21,7 @@ from .rate_curve import Curve
 _Call = Callable[..., Any]
 """Call of an operator on two tensors, and one to change in place."""
 
-_LASTS = 0.04
+_LASTS = 0.03
 """Seconds of each measurement."""
 _KEPT_BYTES = 2**26
 """Memory that element-wise operators work on; less would stay in a core's cache."""
@@ -81,19 +81,19 @@ class OperatorTimer:
         return found
 
     def attention(self) -> dict[str, list[tuple[float, float]]]:
-        """Return FLOP/s by FLOPs of one causal head of width 64, by type and direction."""
+        """Return FLOP/s by FLOPs of one head of width 64, by type, mask and direction."""
         found: dict[str, list[tuple[float, float]]] = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            for length in (32, 128, 512, 1024, *((4096,) if self._device.type == "cuda" else ())):
-                query = self._random(1, 4, length, 64, dtype=dtype).requires_grad_()
-                attend = partial(nn.functional.scaled_dot_product_attention, query, query, query, is_causal=True)
-                result = attend()
-                # one tensor is query, key and value: their gradients are added, which is little beside the products
-                back = partial(torch.autograd.grad, result, query, torch.ones_like(result), retain_graph=True)
-                for direction, run, products in (("forward", attend, 2), ("backward", back, 5)):
-                    flops = products * 2.0 * length * length * 64
-                    row = found.setdefault(f"{_name(dtype)} {direction}", [])
-                    row.append((flops, 4 * flops / self._seconds(run)))
+        lengths = (32, 128, 512, 1024, *((4096,) if self._device.type == "cuda" else ()))
+        for dtype, causal, length in product((torch.float32, torch.bfloat16), (False, True), lengths):
+            query = self._random(1, 4, length, 64, dtype=dtype).requires_grad_()
+            attend = partial(nn.functional.scaled_dot_product_attention, query, query, query, is_causal=causal)
+            result = attend()
+            # one tensor is query, key and value: their gradients are added, which is little beside the products
+            back = partial(torch.autograd.grad, result, query, torch.ones_like(result), retain_graph=True)
+            for direction, run, products in (("forward", attend, 2), ("backward", back, 5)):
+                flops = products * 2.0 * length * length * 64
+                key = f"{_name(dtype)} causal {direction}" if causal else f"{_name(dtype)} {direction}"
+                found.setdefault(key, []).append((flops, 4 * flops / self._seconds(run)))
         return found
 
     def pointwise(self) -> list[tuple[float, float]]:

@@ -6,7 +6,8 @@ from collections import Counter
 from math import ceil, log2
 
 from ..records import CollectiveRecord
-from .description import Hardware, Link
+from .cluster_parts import Link
+from .description import Hardware
 from .rate_curve import Curve
 
 _VOLUME = {"all_reduce": 2.0, "broadcast": 1.0, "reduce": 1.0, "send": 1.0}

@@ -1,4 +1,4 @@
-"""Description of a cluster: devices, nodes, links, and what was measured on them."""
+"""Description of a cluster, read from a file."""
 
 from __future__ import annotations
 
@@ -13,71 +13,10 @@ import torch
 
 from slapo_core import SlapoError, UnknownNameError
 
-from .rate_curve import Curve
+from .cluster_parts import Efficiency, Link, Measurements
+from .file_format import hardware_text, read_fields
 
 _FILES = Path(__file__).parent / "files"
-
-
-@dataclass(frozen=True)
-class Link:
-    """Connection of each device to others.
-
-    Args:
-        bandwidth: Bytes a second that a device can send, and receive at the same time.
-        latency: Seconds of the shortest message.
-        topology: ``"switched"``: any device sends to any other at full bandwidth. ``"all-to-all"``: an equal share of the
-            bandwidth leads to each other device of the node. ``"ring"``: to two neighbours.
-        efficiency: Share of the bandwidth that long transfers reach.
-    """
-
-    bandwidth: float
-    latency: float
-    topology: str = "switched"
-    efficiency: float = 1.0
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the peak that large operators reach where nothing was measured.
-
-    Args:
-        matmul: Share of the peak FLOP/s of a large product.
-        attention: Share of the peak FLOP/s of a fused attention.
-        memory: Share of the memory bandwidth of a large element-wise operator.
-        half_flops: FLOPs of a product that reaches half of that share.
-        half_bytes: Bytes of an element-wise operator that reaches half of that share.
-    """
-
-    matmul: float = 0.7
-    attention: float = 0.4
-    memory: float = 0.8
-    half_flops: float = 0.0
-    half_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """What was measured while so many ranks of a node worked at the same time.
-
-    Args:
-        ranks: Number of these ranks.
-        launch_seconds: Seconds of one tiny operator of a module, forward or backward, with all that Python does for it.
-        matmul: FLOP/s by FLOPs of one product, by name of the type.
-        attention: FLOP/s by FLOPs of one head, by name of the type and ``" forward"`` or ``" backward"``.
-        pointwise: Bytes a second of an addition, by bytes.
-        in_place: Bytes a second of an addition in place, by bytes.
-        operators: Seconds of an operator in units of an addition of as many bytes, in place if its name ends in ``_``.
-        collectives: Seconds by bytes, by kind and number of ranks, e.g. ``"all_reduce 2"``.
-    """
-
-    ranks: int
-    launch_seconds: float
-    matmul: Mapping[str, Curve]
-    attention: Mapping[str, Curve]
-    pointwise: Curve
-    in_place: Curve
-    operators: Mapping[str, float]
-    collectives: Mapping[str, Curve]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,18 +77,17 @@ class Hardware:
             UnknownNameError: no such name.
             SlapoError: no such file, or a key of the file is missing, unknown or of a wrong kind.
         """
-        from .file_format import read  # noqa: PLC0415  it makes a Hardware
-
         given = os.fspath(name_or_path)
         if given.endswith(".toml"):
-            return read(Path(given))
+            return cls(**read_fields(Path(given)))
         files = {path.stem: path for path in _FILES.glob("*.toml")}
         if given not in files:
-            aliases = {alias: found for found in map(read, files.values()) for alias in found.aliases}
+            ready = [read_fields(path) for path in files.values()]
+            aliases = {alias: fields for fields in ready for alias in fields["aliases"]}
             if given not in aliases:
                 raise UnknownNameError.of("hardware", given, [*files, *aliases, "a path that ends in .toml"])
-            return aliases[given]
-        found = read(files[given])
+            return cls(**aliases[given])
+        found = cls(**read_fields(files[given]))
         return _of_this_machine(found) if given == "this-machine" else found
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -158,12 +96,10 @@ class Hardware:
         Raises:
             SlapoError: the path does not end in ``.toml``, or cannot be written.
         """
-        from .file_format import text  # noqa: PLC0415  it imports this module
-
         if not os.fspath(path).endswith(".toml"):
             raise SlapoError(f"hardware file {os.fspath(path)!r}: give a path that ends in .toml")
         try:
-            Path(path).write_text(text(self), encoding="utf-8")
+            Path(path).write_text(hardware_text(vars(self)), encoding="utf-8")
         except OSError as err:
             raise SlapoError(f"hardware file {os.fspath(path)!r} cannot be written: {err.strerror}") from err
 
@@ -178,6 +114,11 @@ class Hardware:
         if enough:
             return min(enough, key=lambda each: each.ranks)
         return max(self.measurements, key=lambda each: each.ranks, default=None)
+
+    @property
+    def overlaps(self) -> bool:
+        """True if transfers run beside computation; on a CPU they take the time of the cores that compute."""
+        return self.device_type != "cpu"
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s of products of a type; a type that the file lacks counts as ``float32``."""

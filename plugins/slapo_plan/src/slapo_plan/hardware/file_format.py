@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 from slapo_core import SlapoError, UnknownNameError
 
-from .description import Efficiency, Hardware, Link, Measurements
+from .cluster_parts import Efficiency, Link, Measurements
 from .rate_curve import Curve
 
 if sys.version_info >= (3, 11):
@@ -22,8 +23,8 @@ _TOPOLOGIES = ("all-to-all", "ring", "switched")
 _Made = TypeVar("_Made")
 
 
-def read(path: Path) -> Hardware:
-    """Return the hardware of a file.
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the arguments of ``Hardware`` that a file holds.
 
     Raises:
         SlapoError: the file cannot be read, or a key is missing, unknown or of a wrong kind.
@@ -34,12 +35,13 @@ def read(path: Path) -> Hardware:
         raise SlapoError(f"hardware file {str(path)!r} cannot be read: {err.strerror}") from err
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         raise SlapoError(f"hardware file {str(path)!r} is not TOML: {err}") from err
-    return _Table(path, "", data).hardware()
+    return _Table(path, "", data).fields()
 
 
-def text(hardware: Hardware) -> str:
-    """Return the content of a file that ``read`` reads."""
-    lines = [f"name = {hardware.name!r}".replace("'", '"')]
+def hardware_text(values: Mapping[str, Any]) -> str:
+    """Return the content of a file that ``read_fields`` reads, from the attributes of a ``Hardware``."""
+    hardware = SimpleNamespace(**values)
+    lines = [f"name = {_value(hardware.name)}"]
     lines += ["aliases = [" + ", ".join(f'"{alias}"' for alias in hardware.aliases) + "]"]
     device = {
         "type": hardware.device_type,
@@ -85,28 +87,27 @@ class _Table:
         if not isinstance(values, dict):
             self._fail(name, f"is {values!r}; write a table [{name}]")
 
-    def hardware(self) -> Hardware:
+    def fields(self) -> dict[str, Any]:
         device, node = self.table("device"), self.table("node")
-        flops = device.table("flops")
-        found = Hardware(
-            name=self.string("name"),
-            memory_bytes=device.whole("memory_bytes"),
-            usable_bytes=device.whole("usable_bytes"),
-            flops=flops.numbers(),
-            bandwidth=device.number("bandwidth"),
-            launch_seconds=device.number("launch_seconds"),
-            devices_per_node=node.whole("devices"),
-            link=self.table("link").link(),
-            network=self.table("network").link(),
-            device_type=device.string("type", "cuda"),
-            efficiency=self.table("efficiency", {}).efficiency(),
-            measurements=tuple(each.measurements() for each in self.tables("measured")),
-            aliases=tuple(map(str, self._value("aliases", []))),
-        )
-        if "float32" not in found.flops:
+        found: dict[str, Any] = {
+            "name": self.string("name"),
+            "memory_bytes": device.whole("memory_bytes"),
+            "usable_bytes": device.whole("usable_bytes"),
+            "flops": device.table("flops").numbers(),
+            "bandwidth": device.number("bandwidth"),
+            "launch_seconds": device.number("launch_seconds"),
+            "devices_per_node": node.whole("devices"),
+            "link": self.table("link").link(),
+            "network": self.table("network").link(),
+            "device_type": device.string("type", "cuda"),
+            "efficiency": self.table("efficiency", {}).efficiency(),
+            "measurements": tuple(each.measurements() for each in self.tables("measured")),
+            "aliases": tuple(map(str, self._value("aliases", []))),
+        }
+        if "float32" not in found["flops"]:
             self._fail("device.flops.float32", "is missing; give the FLOP/s of float32 products")
-        if found.usable_bytes > found.memory_bytes:
-            self._fail("device.usable_bytes", f"is {found.usable_bytes}, more than memory_bytes; give at most that")
+        if found["usable_bytes"] > found["memory_bytes"]:
+            self._fail("device.usable_bytes", f"is {found['usable_bytes']}, more than memory_bytes; give at most that")
         for table in (device, node, self):
             table.close()
         return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..records import OperatorRecord, Work
+from .cluster_parts import Measurements
 from .collective_seconds import collective_seconds
-from .description import Hardware, Measurements
+from .description import Hardware
 from .rate_curve import Curve
 
 
@@ -60,24 +61,33 @@ def operator_seconds(record: OperatorRecord, hardware: Hardware) -> float:
 def _ideal_compute(record: OperatorRecord, hardware: Hardware) -> float:
     efficiency = hardware.efficiency
     share = efficiency.attention if record.kind == "attention" else efficiency.matmul
-    return (record.flops + (efficiency.half_flops if record.flops else 0)) / (share * hardware.peak_flops(record.dtype))
+    computed = record.flops * (0.5 if _is_causal(record) else 1.0)
+    return (computed + (efficiency.half_flops if record.flops else 0)) / (share * hardware.peak_flops(record.dtype))
 
 
 def _ideal_memory(record: OperatorRecord, hardware: Hardware) -> float:
     return (record.nbytes + hardware.efficiency.half_bytes) / (hardware.efficiency.memory * hardware.bandwidth)
 
 
+def _is_causal(record: OperatorRecord) -> bool:
+    return record.name.endswith(".causal")
+
+
 def _measured_rate(record: OperatorRecord, hardware: Hardware, measured: Measurements) -> float:
-    """Return the FLOP/s of a product or an attention; of a type that was not measured, those of float32 by its peak."""
-    dtype = str(record.dtype).removeprefix("torch.")
-    curves, key, size = measured.matmul, "{}", record.flops / max(1, record.shape[0] if record.shape else 1)
+    """Return the FLOP/s of a product or an attention, by the FLOPs of one product of a batch or of one head."""
     if record.kind == "attention" and record.shape and measured.attention:
-        direction = "backward" if record.name.endswith("backward") else "forward"
-        curves, key = measured.attention, f"{{}} {direction}"
-        size = record.flops / (record.shape[0] * record.shape[1])
-    curve: Curve | None = curves.get(key.format(dtype))
-    if curve is not None:
-        return curve.at(size)
-    known = "float32" if key.format("float32") in curves else next(iter(curves)).split()[0]
-    scale = hardware.peak_flops(record.dtype) / hardware.flops.get(known, hardware.flops["float32"])
-    return curves[key.format(known)].at(size) * scale
+        direction = " backward" if "backward" in record.name else " forward"
+        kinds = [" causal" + direction, direction] if _is_causal(record) else [direction]
+        return _rate(record, hardware, measured.attention, kinds, record.shape[0] * record.shape[1])
+    return _rate(record, hardware, measured.matmul, [""], record.shape[0] if record.shape else 1)
+
+
+def _rate(record: OperatorRecord, hardware: Hardware, curves: Mapping[str, Curve], kinds: Sequence[str], parts: int) -> float:
+    """Return the rate of the first kind that was measured; of a missing type, that of float32 scaled by their peaks."""
+    dtype = str(record.dtype).removeprefix("torch.")
+    peak = hardware.peak_flops(record.dtype)
+    for kind in kinds:
+        for known, scale in ((dtype, 1.0), ("float32", peak / hardware.flops["float32"])):
+            if (curve := curves.get(known + kind)) is not None:
+                return curve.at(record.flops / max(1, parts)) * scale
+    return peak * hardware.efficiency.matmul

@@ -11,6 +11,7 @@ import torch
 from ..records import Work
 from ._torch_private import FakeTensor
 from .run_recorder import RunRecorder
+from .storage_tracker import resizes_noted
 
 
 class MeasuredStep(NamedTuple):
@@ -43,7 +44,7 @@ def measure_step(step: Callable[[], Any]) -> MeasuredStep:
     del tensors
     held = recorder.memory.live
     recorder.memory.begin_peak()
-    with recorder:
+    with resizes_noted(recorder.memory), recorder:
         step()
     return MeasuredStep(held, recorder.memory.peak, recorder.take_work())
 

@@ -27,34 +27,44 @@ class BlockRun:
     Args:
         holder: The list.
         names: Names of the elements in it.
-        measured: The second of them, or the only one, which stands for those that are left out.
+        measured: The block that stands for those that are left out: behind the first one and those that it looks ahead to.
+        ahead: Number of further blocks that a block's work touches, e.g. to gather their parameters.
     """
 
     holder: nn.Module
     names: tuple[str, ...]
     measured: nn.Module
+    ahead: int = 0
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Names of the blocks that are measured."""
-        return self.names if len(self.names) <= KEPT else (self.names[0], self.names[1], self.names[-1])
+        first = KEPT - 1 + self.ahead
+        return self.names if len(self.names) <= first + 1 else (*self.names[:first], self.names[-1])
 
     @property
     def dropped(self) -> int:
-        """Number of blocks that are not measured; each is like the second."""
+        """Number of blocks that are not measured; each is like the measured one."""
         return len(self.names) - len(self.kept)
 
 
-def block_runs(module: nn.Module) -> list[BlockRun]:
-    """Return the runs of equal elements in the lists of modules, outermost lists only."""
+def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
+    """Return the runs of equal elements in the lists of modules, outermost lists only.
+
+    Args:
+        module: Root of the modules.
+        ahead: Number of further blocks that a block's work touches.
+    """
     found: list[BlockRun] = []
 
     def visit(each: nn.Module) -> None:
+        if isinstance(getattr(each, "code", None), str):  # a traced forward calls its blocks by name
+            return
         if isinstance(each, nn.ModuleList):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
             for _, equal in groupby(children, key=lambda item: block_signature(item[1])):
                 names, blocks = zip(*equal, strict=True)
-                found.append(BlockRun(each, names, blocks[min(1, len(blocks) - 1)]))
+                found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead))
             return
         for child in each.children():
             visit(child)
@@ -101,7 +111,7 @@ def trimmed(runs: list[BlockRun]) -> Iterator[None]:
         for run in runs:
             for name in set(run.names) - set(run.kept):
                 del run.holder._modules[name]
-        for holder in {id(run.holder): run.holder for run in runs}.values():
+        for holder in {id(run.holder): run.holder for run in runs if run.dropped}.values():
             kept = [*holder._modules.values()]
             holder._modules.clear()
             holder._modules.update({str(index): each for index, each in enumerate(kept)})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ._torch_private import storage_key
+from ._torch_private import FakeTensor, storage_key
 
 
 class StorageTracker:
@@ -25,19 +26,19 @@ class StorageTracker:
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, values: Any) -> None:
         """Count the storages of the tensors in nested containers, if they are new."""
         for value in tree_leaves(values):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and has_own_memory(value):
                 self._add_storage(value.untyped_storage())
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count the storages of some tensors, nor of their views."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known[storage_key(storage)] = weakref.ref(storage)
+            self._known[storage_key(storage)] = weakref.ref(storage), 0
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage_key(storage), storage.nbytes()
@@ -45,12 +46,24 @@ class StorageTracker:
             return
 
         def free(_: object) -> None:
-            self.live -= size
-            del self._known[key]
+            self.live -= self._known.pop(key)[1]
 
-        self._known[key] = weakref.ref(storage, free)
+        self._known[key] = weakref.ref(storage, free), size
+        self._grow(size)
+
+    def _grow(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage whose size has changed; FSDP2 frees and allocates gathered parameters so."""
+        key, size = storage_key(storage), storage.nbytes()
+        if key not in self._known:
+            self._add_storage(storage)
+            return
+        reference, before = self._known[key]
+        self._known[key] = reference, size
+        self._grow(size - before)
 
     def add_transient(self, size: int) -> None:
         """Count bytes that are allocated for a moment beside all that is live."""
@@ -61,6 +74,28 @@ class StorageTracker:
         self.peak = self.live
 
 
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Return False for a subclass that wraps other tensors, such as a DTensor: its storage has a size, but no memory."""
+    return isinstance(tensor, FakeTensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of some tensors, shared ones once."""
     return sum({storage_key(storage): storage.nbytes() for each in tensors if (storage := each.untyped_storage())}.values())
+
+
+@contextmanager
+def resizes_noted(tracker: StorageTracker) -> Iterator[None]:
+    """Context in which a tracker sees storages that Python code resizes; no operator tells of them."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tracker.note_resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from slapo_core import BuildError
 
 from ..gradients._torch_private import no_functions
 from .unit import REMEDY, Unit
+
+if TYPE_CHECKING:
+    from .fake_unit import FakeUnit
 
 
 class UnitRuntime:
@@ -34,7 +37,7 @@ class UnitRuntime:
         gathers_all: True if the last forward had all units gathered.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], is_observed: bool) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit | FakeUnit], is_observed: bool) -> None:
         self._units = list(units)
         self.gathers_all = self._is_observed = is_observed
         self._is_active = False

@@ -75,7 +75,6 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
-        self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked more often than all else together
@@ -85,20 +84,20 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
         self.count(func)
-        if self.keeps_values and not self._depth and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
+        if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
-        if self.keeps_values and not self._depth and _changes_values(func, args, kwargs or {}):
+        if self.keeps_values and _changes_values(func, args, kwargs or {}):
             raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
             return args[0] @ args[1][0]  # of the same shape; torch's own fake takes bfloat16 alone, real tensors of any kind go
-        self._depth += 1  # what a decomposition makes, also from sizes alone, has no values
+        keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes
         try:
             return super().dispatch(func, types, args, kwargs)
         finally:
-            self._depth -= 1
+            self.keeps_values = keeps
 
     def fake(self, empty: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a fake tensor on ``device`` for one on meta. All but the first copy the attributes of the first."""

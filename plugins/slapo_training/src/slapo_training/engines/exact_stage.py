@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from .gradient_unaliasing import GradientUnaliasing, MemoryExtent, memory_extents
-from .split_backward import can_split, note_tensor_hooks
+from .split_backward import can_split_backward, note_tensor_hooks
 
 
 class ExactStage(PipelineStage):
@@ -96,4 +96,6 @@ class ExactStage(PipelineStage):
         if not self.is_last:  # the runtime calls detach_() on outputs, which views refuse
             given = tuple(output.clone() if output._is_view() else output for output in given)
             self.fwd_cache[microbatch] = (given, received)
-        return can_split((loss,) if self.is_last else given, [each for each in received if isinstance(each, torch.Tensor)])
+        return can_split_backward(
+            (loss,) if self.is_last else given, [each for each in received if isinstance(each, torch.Tensor)]
+        )

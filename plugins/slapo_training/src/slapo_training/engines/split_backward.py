@@ -46,7 +46,7 @@ def note_tensor_hooks(note: Callable[[], None]) -> Iterator[None]:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
-def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
+def can_split_backward(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
     """Return True if a stage's backward can be split in two.
 
     Each parameter must feed exactly one node between outputs and received tensors. No output may be computed from another one.

@@ -1,0 +1,65 @@
+"""The order in which a backward finishes the gradients of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from slapo_training import GradientSize
+
+
+class GradientArrivals:
+    """Notes the order of gradients in one backward, and puts back those of blocks that were left out.
+
+    Args:
+        parameters: Parameters of the stage, before any is freed.
+        blocks: Ids of the parameters of each block that stands for others, by its path.
+        repeated: Number of blocks left out that are like it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], blocks: Mapping[str, Collection[int]], repeated: Mapping[str, int]
+    ) -> None:
+        self._parameters = [each for each in parameters if each.requires_grad]
+        self._edges = [get_gradient_edge(each) for each in self._parameters]  # a view would allocate a freed storage
+        self._path_of = {number: path for path, ids in blocks.items() for number in ids}
+        self._repeated = repeated
+        self._found: dict[int, nn.Parameter] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context of the backward."""
+        handles = []
+        for parameter, edge in zip(self._parameters, self._edges, strict=True):
+            note: Any = partial(self._note, parameter)
+            handles.append(edge.node.register_hook(note))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._edges.clear()
+
+    def _note(self, parameter: nn.Parameter, *_: Any) -> None:
+        self._found.setdefault(id(parameter), parameter)
+
+    @property
+    def num_unused(self) -> int:
+        """Number of trainable parameters without a gradient."""
+        missing = (each for each in self._parameters if id(each) not in self._found)
+        return sum(1 + self._repeated.get(self._path_of.get(id(each), ""), 0) for each in missing)
+
+    def sizes(self) -> tuple[GradientSize, ...]:
+        """Return the gradients in the order of the backward; those of unused parameters follow."""
+        late = [each for each in self._parameters if id(each) not in self._found]
+        ordered: list[GradientSize] = []
+        for path, some in groupby([*self._found.values(), *late], key=lambda each: self._path_of.get(id(each), "")):
+            sizes = [GradientSize(each.numel(), each.dtype) for each in some]
+            ordered += sizes * (1 + self._repeated.get(path, 0))
+        return tuple(ordered)

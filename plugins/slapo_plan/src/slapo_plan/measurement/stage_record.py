@@ -1,0 +1,68 @@
+"""Records of one stage: its passes, the sizes of its tensors, and the order of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slapo_training import GradientSize
+
+from .segments import PassRecord
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One micro-batch through one stage on one rank.
+
+    Args:
+        begin: The start of a step, which gathers parameters that stay gathered.
+        forward: The forward, until its outputs are there.
+        first_backward: The backward that allocates the gradients of parameters, without the gradients that it sends.
+        next_backward: A backward that adds to them, alike.
+        inputs_backward: The first part of a split backward, for gradients of received tensors; None if none is split.
+        first_weights: The second part, for gradients of parameters, which allocates these.
+        next_weights: A second part that adds to them.
+        end: The end of a step, which reduces gradients and frees what was gathered.
+        optimizer: The first step of the optimizer, which allocates its state.
+        received: Bytes of the tensors that the stage receives.
+        sent: Bytes of its outputs; 0 in the last stage.
+        sent_back: Bytes of the gradients of received tensors.
+        parameters: Bytes of parameters between steps.
+        buffers: Bytes of buffers.
+        gradients: Bytes of the gradients of parameters between steps.
+        numbers: Number of elements of parameters between steps.
+        arrivals: Gradients of parameters in the order in which a backward finishes them, then those of unused parameters.
+        unused: Number of trainable parameters without a gradient.
+        last_backward: With an engine's own tensors: the backward of a step's last micro-batch, and the reductions behind it.
+        step: With these: a step of the optimizer, whose state exists; ``optimizer`` and ``gradients`` are then empty.
+        held: Bytes of these tensors between steps, by kind.
+        freed: Bytes of them that are freed as a step begins.
+    """
+
+    begin: PassRecord
+    forward: PassRecord
+    first_backward: PassRecord
+    next_backward: PassRecord
+    inputs_backward: PassRecord | None
+    first_weights: PassRecord
+    next_weights: PassRecord
+    end: PassRecord
+    optimizer: PassRecord
+    received: int
+    sent: int
+    sent_back: int
+    parameters: int
+    buffers: int
+    gradients: int
+    numbers: int
+    arrivals: tuple[GradientSize, ...] = ()
+    unused: int = 0
+    last_backward: PassRecord | None = None
+    step: PassRecord | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    freed: int = 0
+
+    @property
+    def gradient_growth(self) -> int:
+        """Bytes of gradients that the first backward of a step leaves."""
+        return self.first_backward.change - self.next_backward.change
