@@ -17,6 +17,7 @@ from ..hardware import Hardware
 from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
+from .engine_rank_memory import engine_rank_memory
 from .process_groups import group_name
 from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
@@ -52,8 +53,9 @@ def estimate(
         UnknownNameError: no such target.
         ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
     """
-    options.setdefault("optimizer", torch.optim.AdamW)
     model = step_model(sch, target)
+    if (named := model.named_optimizer(options)) is None:
+        options.setdefault("optimizer", torch.optim.AdamW)
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -64,16 +66,21 @@ def estimate(
         order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
-    planned = runner.plan(program, parts[0])
+    optimizer = named or optimizer_factory(options["optimizer"])
     split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
-    records = stage_records(planned, runner, parts[0], optimizer_factory(options["optimizer"]), split)
+    with runner.weights():
+        planned = runner.plan(program, parts[0])
+        records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []
     others: dict[int, list[CollectiveRecord]] = {}
     for rank in range(layout["pp"]):
         own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
-        memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
+        if any(each.step is not None for each in own.values()):
+            memory = engine_rank_memory(own, order[rank], rules, len(parts), nbytes)
+        else:
+            memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
