@@ -91,7 +91,7 @@ class ConvNet(nn.Module):
 
 def make(name: str) -> nn.Module:
     """Return a model by name, without dropout."""
-    import transformers  # noqa: PLC0415
+    import transformers
 
     torch.manual_seed(0)
     plain = {"vocab_size": 256, "use_cache": False}
@@ -120,7 +120,7 @@ def make(name: str) -> nn.Module:
         return ConvNet()
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **plain, **size))
     if name == "lora":
-        import peft  # noqa: PLC0415
+        import peft
 
         return peft.get_peft_model(llama, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     return llama

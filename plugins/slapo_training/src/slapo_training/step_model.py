@@ -171,9 +171,7 @@ class StepModel:
         return MemoryRules()
 
     @classmethod
-    def collectives(
-        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
-    ) -> list[CollectiveRecord]:
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
         """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
 
         These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small
