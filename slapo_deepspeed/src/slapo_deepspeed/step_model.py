@@ -1,4 +1,4 @@
-"""What a planner reads about a step of target ``deepspeed``."""
+"""Facts about a step of target ``deepspeed`` for planners: order of actions, messages, reductions."""
 
 from __future__ import annotations
 

@@ -47,6 +47,15 @@ def test_attention_has_the_flops_of_its_products() -> None:
     assert (forward.flops, backward.flops) == (2 * 2 * 2 * 3 * 8 * 8 * 4, 5 * 2 * 2 * 3 * 8 * 8 * 4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_causal_attention_says_so(causal: bool) -> None:
+    query = torch.ones(1, 1, 8, 4, requires_grad=True)
+    attend = nn.functional.scaled_dot_product_attention
+    records = _recorded(lambda: attend(query, query, query, is_causal=causal).sum().backward())
+    names = [record.name for record in records if record.kind == "attention"]
+    assert [name.endswith(".causal") for name in names] == [causal, causal]
+
+
 def test_real_and_fake_tensors_record_the_same() -> None:
     real = _recorded(_gpt2("sdpa")[1])
     with FakeTensorMode():

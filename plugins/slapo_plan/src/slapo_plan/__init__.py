@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from .estimation.estimate import estimate
     from .estimation.result import Estimate
     from .fake_process_group import fake_ranks
+    from .hardware import Hardware, calibrate
     from .measurement.engine_run import MeasuredStep, measure_step
+    from .search.plan import Plan, plan
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -23,8 +25,10 @@ else:
             "estimation.estimate": ["estimate"],
             "estimation.result": ["Estimate"],
             "fake_process_group": ["fake_ranks"],
+            "hardware": ["Hardware", "calibrate"],
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
+            "search.plan": ["Plan", "plan"],
         },
     )
 
-__all__ = ["Estimate", "MeasuredStep", "estimate", "fake_ranks", "measure_step"]
+__all__ = ["Estimate", "Hardware", "MeasuredStep", "Plan", "calibrate", "estimate", "fake_ranks", "measure_step", "plan"]

@@ -13,10 +13,11 @@ class OperatorRecord(NamedTuple):
     """One call of an operator on a device.
 
     Args:
-        name: Name of the operator, e.g. ``"aten.mm"``.
+        name: Name of the operator, e.g. ``"aten.mm"``; a causal attention ends in ``".causal"``.
         kind: ``"matmul"``, ``"attention"``, ``"convolution"`` or ``"pointwise"``; views are not recorded.
         dtype: Type in which it computes.
-        flops: Floating-point operations; a multiply-add counts as two. 0 for ``"pointwise"``.
+        flops: Floating-point operations; a multiply-add counts as two. 0 for ``"pointwise"``. A causal attention counts in
+            full, as by torch's counter, though kernels skip about half.
         nbytes: Bytes read and written.
         shape: Sizes that decide its speed: ``(batch, m, n, k)`` for ``"matmul"``,
             ``(batch, heads, queries, keys, width)`` for ``"attention"``; otherwise empty.
@@ -31,4 +32,4 @@ class OperatorRecord(NamedTuple):
 
 
 Work = OperatorRecord | CollectiveRecord
-"""What a rank does, in order."""
+"""An entry in the list of what a rank does, in order."""

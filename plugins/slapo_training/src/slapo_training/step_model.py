@@ -1,4 +1,4 @@
-"""What a planner reads about a training step of a dialect, without processes, weights or an engine."""
+"""Interface by which planners read about a training step of a dialect, without processes, weights or an engine."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
     """
     options.setdefault("optimizer", torch.optim.AdamW)
-    model = _step_model(sch, target)
+    model = step_model(sch, target)
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -54,7 +54,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         return Estimate(**about, problems=[str(err)])
     planned = runner.plan(program, parts[0])
     split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
-    records = stage_records(planned, runner, parts[0], _factory(options["optimizer"]), split)
+    records = stage_records(planned, runner, parts[0], optimizer_factory(options["optimizer"]), split)
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []
@@ -69,7 +69,13 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
     return Estimate(**about, ranks=ranks, collectives=collectives)
 
 
-def _step_model(sch: Schedule, target: str) -> type[StepModel]:
+def step_model(sch: Schedule, target: str) -> type[StepModel]:
+    """Return the step model of a target.
+
+    Raises:
+        UnknownNameError: no such target.
+        ScheduleError: it has none.
+    """
     found: Any = sch.registry.get("dialect", target).classes.get("step_model")
     if found is None:
         raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
@@ -81,7 +87,8 @@ def _axis_size(sch: Schedule, axis: str) -> int:
     return mesh.get_group(axis).size() if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 1
 
 
-def _factory(optimizer: Any) -> Any:
+def optimizer_factory(optimizer: Any) -> Any:
+    """Return a factory of optimizers like the given one, or the given factory."""
     if isinstance(optimizer, torch.optim.Optimizer):
         kind, defaults = type(optimizer), optimizer.defaults
         return lambda parameters: kind(parameters, **defaults)

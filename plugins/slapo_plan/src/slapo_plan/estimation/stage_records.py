@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
+from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
 
@@ -71,16 +71,5 @@ def _signature(stage: Stage) -> Hashable:
     code = getattr(stage.module, "code", None)
     if not isinstance(code, str):
         return id(stage.module)
-    return (
-        _BLOCK_NUMBER.sub("#", code),
-        tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs),
-        stage.batch_inputs,
-        *((each.shape, each.dtype, each.requires_grad) for each in (*stage.module.parameters(), *stage.module.buffers())),
-        *map(_facts, stage.module.modules()),
-    )
-
-
-def _facts(module: nn.Module) -> Hashable:
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-    numbers = re.compile(r"(^|_)(idx|index|id|number|path|name)$")
-    return (type(module).__qualname__, *((name, value) for name, value in plain.items() if not numbers.search(name)))
+    inputs = tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs)
+    return (_BLOCK_NUMBER.sub("#", code), inputs, stage.batch_inputs, block_signature(stage.module))

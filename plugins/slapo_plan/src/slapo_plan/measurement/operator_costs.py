@@ -40,7 +40,7 @@ def operator_record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     outputs = list(_tensors((output,)))
     if not outputs or func.namespace in ("profiler", "prim") or func.is_view or name in _NO_WORK:
         return None
-    kind = "pointwise"
+    kind, suffix = "pointwise", ""
     shape: tuple[int, ...] = ()
     if name in _FACTORS:
         left, right = (args[position] for position in _FACTORS[name])
@@ -48,6 +48,7 @@ def operator_record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         shape = (left.shape[0] if left.dim() == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
     elif "attention" in name:
         kind, shape = "attention", _attention_shape(name, args)
+        suffix = ".causal" if _argument(func, "is_causal", args, kwargs) else ""
     elif "convolution" in name or "conv2d" in name:
         kind = "convolution"
     computes = inputs[0] if kind != "pointwise" and inputs else outputs[0]
@@ -55,7 +56,7 @@ def operator_record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     flops = _flops(packet, kind, shape, args, kwargs, output)
     if kind == "pointwise" and flops:  # a plugin's own operator that registered its operations
         kind = "matmul"
-    return OperatorRecord(f"{func.namespace}.{name}", kind, dtype, flops, _nbytes(func, name, inputs, outputs), shape)
+    return OperatorRecord(f"{func.namespace}.{name}{suffix}", kind, dtype, flops, _nbytes(func, name, inputs, outputs), shape)
 
 
 def _flops(packet: Any, kind: str, shape: tuple[int, ...], args: Any, kwargs: Mapping[str, Any], output: Any) -> int:
@@ -75,6 +76,13 @@ def _attention_shape(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         return ()
     batch, heads, queries, width = query.shape
     return (batch, heads, queries, key.shape[-2], width)
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call by its name, or None."""
+    places = {argument.name: (place, argument.default_value) for place, argument in enumerate(func._schema.arguments)}
+    place, default = places.get(name, (len(args), None))
+    return kwargs.get(name, args[place] if place < len(args) else default)
 
 
 def _nbytes(func: Any, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from itertools import groupby
@@ -79,7 +79,6 @@ def block_signature(module: nn.Module) -> Hashable:
 
 
 def _facts(module: nn.Module) -> Hashable:
-    plain = [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN) and not _NUMBERS.search(name)]
     tensors = [
         (name, each.shape, each.dtype, each.requires_grad)
         for name, each in (*module._parameters.items(), *module._buffers.items())
@@ -87,15 +86,21 @@ def _facts(module: nn.Module) -> Hashable:
     ]
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     called = [hook for table in tables for hook in table.values()]
-    return (type(module), *plain, *tensors, *map(_code, [own_forward(module), *forward_wrappers(module), *called]))
+    own = own_forward(module)
+    return (type(module), *_settings(vars(module)), *tensors, *map(_code, [own, *forward_wrappers(module), *called]))
 
 
 def _code(called: object) -> Hashable:
     """Return what a hook or wrapper does, without the tensors and modules it is bound to."""
     inner = getattr(called, "func", called)  # of a partial
-    settings = [(name, value) for name, value in getattr(inner, "__dict__", {}).items() if isinstance(value, _PLAIN)]
-    policies = [repr(value) for value in getattr(inner, "__dict__", {}).values() if is_dataclass(value)]
-    return (getattr(inner, "__qualname__", type(inner)), *settings, *policies)
+    state = getattr(inner, "__dict__", {})
+    policies = [repr(value) for value in state.values() if is_dataclass(value)]
+    return (getattr(inner, "__qualname__", type(inner)), *_settings(state), *policies)
+
+
+def _settings(state: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Return the plain attributes that decide what runs: all but numbers and paths of the layer itself."""
+    return [(name, value) for name, value in state.items() if isinstance(value, _PLAIN) and not _NUMBERS.search(name)]
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # torch's own fake is a new tensor, where real ranks wait for the same one
+        if func.namespace == "prim":  # questions about a tensor, most of all calls
+            return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.memory.add(result)
         return result

@@ -93,7 +93,11 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
             return args[0] @ args[1][0]  # of the same shape; torch's own fake takes bfloat16 alone, real tensors of any kind go
-        return super().dispatch(func, types, args, kwargs)
+        keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self.keeps_values = keeps
 
     def fake(self, empty: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a fake tensor on ``device`` for one on meta. All but the first copy the attributes of the first."""

@@ -1,0 +1,74 @@
+"""Measured seconds of collectives of a process group by size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SIZES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+"""Bytes of the whole tensor."""
+
+
+def collective_seconds_by_size(
+    group: dist.ProcessGroup, device: torch.device, align: Callable[[], Any]
+) -> dict[str, list[tuple[int, float]]]:
+    """Return the seconds of each kind of collective by bytes, as this rank sees them. Collective over ``group``.
+
+    Args:
+        group: Group of the collectives; a kind that its backend lacks is left out.
+        device: Device of this rank.
+        align: Waits for all ranks that measure at the same time.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for nbytes in _SIZES:
+        repeats = 40 if nbytes < 2**18 else 20 if nbytes < 2**22 else 6
+        for kind, run in _calls(group, device, nbytes).items():
+            try:
+                run()  # connects
+            except (RuntimeError, ValueError, NotImplementedError):  # not in this backend, on all ranks alike
+                continue
+            align()
+            times = [_once(run, device) for _ in range(repeats)]
+            found.setdefault(kind, []).append((nbytes, quantiles(times, n=10)[0]))
+    return found
+
+
+def _once(run: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _calls(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> dict[str, Callable[[], Any]]:
+    size, rank = group.size(), group.rank()
+    count = max(1, nbytes // 4 // size) * size
+    whole, other, part = (torch.zeros(number, device=device) for number in (count, count, count // size))
+    tensors: Any = dist
+    gather = getattr(tensors, "all_gather_single", None) or tensors.all_gather_into_tensor
+    scatter = getattr(tensors, "reduce_scatter_single", None) or tensors.reduce_scatter_tensor
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    if size == 2:
+        calls["send"] = lambda: _swap(group, whole, other, 1 - rank)
+    return calls
+
+
+def _swap(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
+    """Send a message each way at the same time, as neighbours of a pipeline do."""
+    ends = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
