@@ -184,7 +184,7 @@ def deepspeed_says(case: Case, model: nn.Module) -> int:
 
 def accelerate_says(model: nn.Module) -> int:
     """Return the memory of training by accelerate's estimate: four times the weights."""
-    from accelerate.utils import calculate_maximum_sizes
+    from accelerate.utils import calculate_maximum_sizes  # type: ignore[import-untyped]
 
     return int(calculate_maximum_sizes(model)[0] * 4)
 

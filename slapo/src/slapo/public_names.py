@@ -27,6 +27,7 @@ NAME_ORIGINS = {
     "OrderedDict": "collections",
     "Pattern": "slapo_tracing",
     "Report": "slapo_verify",
+    "ScheduleSpace": "slapo_tune",
     "Space": "slapo_tune",
     "Symbol": "slapo_tune",
     "Tolerance": "slapo_verify",
@@ -47,6 +48,7 @@ NAME_ORIGINS = {
     "partial": "functools",
     "trace": "slapo_tracing",
     "trace_module": "slapo_tracing",
+    "tune": "slapo_tune",
     "verify": "slapo_verify",
     "verify_engine": "slapo_verify",
 }

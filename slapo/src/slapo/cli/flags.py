@@ -16,7 +16,7 @@ TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 ScheduleFile = Annotated[
     str,
     typer.Option(
-        help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure.",
+        help="Python file with `def schedule(sch)`, or `(sch, space)`, or a saved .json; default: by the model's structure.",
         metavar="FILE",
         show_default=False,
     ),

@@ -24,9 +24,6 @@ class RankPlaces(NamedTuple):
     passes_on: frozenset[int] = frozenset()
 
 
-_NOTHING_SHARED = RankPlaces()
-
-
 @dataclass(frozen=True)
 class RankMemory:
     """Memory of a rank at the peak of a step, in bytes.
@@ -55,7 +52,7 @@ def rank_memory(
     rules: MemoryRules,
     microbatches: int,
     batch: int,
-    places: RankPlaces = _NOTHING_SHARED,
+    places: RankPlaces,
 ) -> RankMemory:
     """Return the memory of one rank at the peak of a step.
 
