@@ -98,7 +98,14 @@ def make(name: str) -> nn.Module:
     size = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "gpt2":
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+        dropout = {
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "n_positions": LENGTH,
+        }
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, **plain, **dropout))
     if name == "t5":
         numbers = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
@@ -111,9 +118,9 @@ def make(name: str) -> nn.Module:
         images = {"image_size": 32, "patch_size": 8, "num_labels": 10}
         return transformers.ViTForImageClassification(transformers.ViTConfig(**size, **off, **images))
     if name == "mixtral":
-        return transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=4, **plain, **size)
-        )
+        config = transformers.MixtralConfig(num_key_value_heads=2, num_local_experts=4, **plain, **size)
+        config._experts_implementation = "batched_mm"  # torch's grouped_mm refuses fp32 on fake tensors
+        return transformers.MixtralForCausalLM(config)
     if name == "perceptron":
         return Perceptron()
     if name == "conv":

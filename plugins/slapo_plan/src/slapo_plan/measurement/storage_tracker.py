@@ -94,7 +94,7 @@ def resizes_noted(tracker: StorageTracker) -> Iterator[None]:
         tracker.note_resize(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
