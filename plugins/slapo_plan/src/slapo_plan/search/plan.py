@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -40,7 +40,7 @@ class Plan:
     rejected: list[Rejection]
     hardware: Hardware
     notes: list[str] = field(default_factory=list)
-    _source: Any = None
+    _source: _Source | None = None
 
     @property
     def best(self) -> Candidate:
@@ -81,6 +81,7 @@ class Plan:
 
     def estimate(self, candidate: Candidate | None = None) -> Estimate:
         """Return the estimate of a candidate's real schedule, by default the best: exact in memory and traffic."""
+        assert self._source is not None
         return self._source.estimate(candidate or self.best)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,14 +164,15 @@ class _Source:
         self.options = {"optimizer": torch.optim.AdamW, **options}
         self.shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
         self._records: dict[tuple[int, bool], tuple[ModelRecord, ModelRecord] | str] = {}
-        self._by_rows: dict[tuple[int, bool, int], ModelRecord] = {}
+        self._by_rows: dict[tuple[int, bool], dict[int, ModelRecord]] = {}
 
     def search(self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]) -> Plan:
         with trimmed_copy(self.model) as (_, runs):
             blocks = sum(len(paths) for _, paths in runs)
         space = LayoutSpace(ranks, global_batch, blocks, self.hardware.devices_per_node, constraints)
         seconds = PartSeconds(self.hardware)
-        candidates, rejected = [], space.rejected
+        candidates: list[Candidate] = []
+        rejected = space.rejected
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         for tp in space.degrees():
             for layout in space.layouts(tp):
@@ -180,7 +182,10 @@ class _Source:
                     rejected += [reason] if reason not in rejected else []
                     continue
                 result = candidate_of(record, layout, seconds, self.shown, dtype)
-                (candidates if isinstance(result, Candidate) else rejected).append(result)  # type: ignore[arg-type]
+                if isinstance(result, Candidate):
+                    candidates.append(result)
+                else:
+                    rejected.append(result)
         candidates.sort(key=lambda each: each.step_seconds)
         return Plan(candidates, rejected, self.hardware, _source=self)
 
@@ -197,9 +202,10 @@ class _Source:
         pair = self._records[key]
         if isinstance(pair, str):
             return pair
-        if (*key, layout.rows) not in self._by_rows:
-            self._by_rows[(*key, layout.rows)] = pair[0].at(layout.rows, pair[1], 2)
-        return self._by_rows[(*key, layout.rows)]
+        of_rows = self._by_rows.setdefault(key, {})
+        if layout.rows not in of_rows:
+            of_rows[layout.rows] = pair[0].at(layout.rows, pair[1], 2)
+        return of_rows[layout.rows]
 
     def _measure(self, tp: int, sequence_parallel: bool, rows: int) -> ModelRecord:
         batch = _with_rows(self.batch, rows)
@@ -278,8 +284,8 @@ def _advantage(best: Candidate, other: Candidate) -> str:
 
 
 def _passes(candidate: Candidate) -> float:
-    stages: Sequence[Any] = candidate.stages
-    return candidate.layout.microbatches * sum(each.forward + each.backward for each in stages) / len(stages)
+    seconds = sum(each.forward + each.backward for each in candidate.stages)
+    return candidate.layout.microbatches * seconds / len(candidate.stages)
 
 
 def _after(candidate: Candidate) -> float:
