@@ -63,7 +63,8 @@ def measured(rank: int, kind: str, target: str, cases: list[tuple[dict[str, int]
         gc.collect()
         after = _storages()
         left = sum(size for key, size in before.items() if after.get(key) == size)  # of the engine before
-        step = measure_step(lambda engine=engine, options=options: engine.train_batch(**batch(options)))  # type: ignore[misc]
+        run: Any = lambda engine=engine, options=options: engine.train_batch(**batch(options))  # noqa: E731
+        step = min((measure_step(run) for _ in range(2)), key=lambda each: each.peak)  # gloo's threads may keep a tensor longer
         found.append((step.held - left, step.peak - left))
         engine.close()
         del engine, sch

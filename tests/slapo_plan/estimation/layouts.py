@@ -166,7 +166,7 @@ def options_of(layout: Layout) -> dict[str, Any]:
 
 
 def measure(rank: int, cases: Sequence[tuple[str, str]]) -> list[tuple[int, int, Totals]]:
-    """Measure the third step of each case on this rank: bytes held, bytes at the peak, and collectives."""
+    """Measure a later step of each case on this rank: bytes held, bytes at the peak, and collectives."""
     return [_measured(name, LAYOUTS[layout]) for name, layout in cases]
 
 
@@ -177,7 +177,8 @@ def _measured(name: str, layout: Layout) -> tuple[int, int, Totals]:
     batch = batch_of(name, 2 * layout.microbatches)
     for _ in range(2):
         engine.train_batch(**batch)
-    step = measure_step(lambda: engine.train_batch(**batch))
+    steps = [measure_step(lambda: engine.train_batch(**batch)) for _ in range(3)]
+    step = min(steps, key=lambda each: each.peak)  # gloo's threads may keep a tensor a moment longer
     engine.close()
     found = [each for each in step.work if isinstance(each, CollectiveRecord)]
     return step.held, step.peak, Counter((each.kind, group_name(mesh, each.ranks), each.nbytes) for each in found)
