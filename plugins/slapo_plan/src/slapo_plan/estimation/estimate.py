@@ -14,6 +14,8 @@ from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import PipelineAction, StepFacts, StepModel
 
 from ..hardware import Hardware
+from ..measurement.model_errors import model_errors
+from ..measurement.random_states import tracked_random_states
 from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
@@ -56,6 +58,9 @@ def estimate(
     model = step_model(sch, target)
     if (named := model.named_optimizer(options)) is None:
         options.setdefault("optimizer", torch.optim.AdamW)
+    if not isinstance(batch, Mapping):
+        what = f"the batch is a {type(batch).__name__}; give the arguments of the forward by name, {{name: tensor}}"
+        raise ScheduleError(what, primitive="estimate")
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -68,7 +73,7 @@ def estimate(
         return Estimate(**about, problems=[str(err)])
     optimizer = named or optimizer_factory(options["optimizer"])
     split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
-    with runner.weights():
+    with runner.weights(), tracked_random_states(), model_errors("estimate"):
         planned = runner.plan(program, parts[0])
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)

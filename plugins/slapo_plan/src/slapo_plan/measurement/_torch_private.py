@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 """Operator that waits for a collective."""
+
+READ = torch.ops.aten._local_scalar_dense.default
+"""Operator of ``tensor.item()``."""
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..records import Work
-from ._torch_private import WAIT, FakeTensor
+from ._torch_private import READ, WAIT, FakeTensor
 from .operator_recorder import OperatorRecorder
 from .storage_tracker import StorageTracker
 
@@ -16,6 +16,8 @@ class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     Attributes:
         memory: The storages that are alive.
+        answers: True to answer 1 where a number of a fake tensor is read, as some optimizers do; what they allocate does not
+            depend on it.
     """
 
     supports_higher_order_operators = True
@@ -23,6 +25,7 @@ class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.memory = StorageTracker()
+        self.answers = False
 
     def take_work(self) -> tuple[Work, ...]:
         """Return what was recorded since the last call."""
@@ -34,6 +37,8 @@ class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # torch's own fake is a new tensor, where real ranks wait for the same one
+        if self.answers and func is READ and isinstance(args[0], FakeTensor):
+            return 1.0
         if func.namespace == "prim":  # questions about a tensor, most of all calls
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -64,6 +64,16 @@ def run_stage(
                 held.close()
 
 
+def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
+    """Return the record of an optimizer's first step on parameters with gradients."""
+    recorder.answers = True
+    try:
+        with recorder:
+            return SegmentMarks(recorder, {}).measure(optimizer(parameters).step).whole()
+    finally:
+        recorder.answers = False
+
+
 class _StageRun:
     """Runs of one stage in an open sandbox, with few blocks of each run of equal ones."""
 
@@ -189,9 +199,7 @@ class _StageRun:
     def _step(self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter]) -> PassRecord:
         if optimizer is None or not parameters:
             return PassRecord()
-        with self.recorder:
-            made = optimizer(parameters)
-            return self.marks.measure(made.step).whole()
+        return step_record(self.recorder, optimizer, parameters)
 
     def _received(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")

@@ -18,6 +18,7 @@ from slapo_tracing.recording import Sandbox
 from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed
 from ..measurement.run_recorder import RunRecorder
 from ..measurement.segments import PassRecord, SegmentMarks, Segments
+from ..measurement.stage_run import step_record
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord, Work
 
@@ -213,8 +214,7 @@ class _Recording:
         trained = [each for each in own[name] if each.grad is not None]
         step = PassRecord()
         if trained and self.optimizer is not None:
-            with self.recorder:
-                step = SegmentMarks(self.recorder, {}).measure(self.optimizer(trained).step).whole()
+            step = step_record(self.recorder, self.optimizer, trained)
         return Part(
             forwards.get(name, PassRecord()),
             backwards.get(name, PassRecord()),

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import BuildPlan, ScheduleError, SlapoError, create_schedule, get_logger
+from slapo_core import BuildPlan, SlapoError, create_schedule, get_logger
 
 from ..estimation.estimate import estimate, optimizer_factory, step_model
 from ..estimation.result import Estimate
 from ..fake_process_group import fake_ranks
 from ..hardware import Hardware
+from ..measurement.model_errors import model_errors
+from ..measurement.random_states import tracked_random_states
 from .candidates import Candidate, candidate_of, hardware_for
 from .layouts import Layout, LayoutSpace, Rejection, check_constraints
 from .model_record import ModelRecord, record_model, trimmed_copy
@@ -216,7 +218,7 @@ class _Source:
         """Return the model for one row and for two."""
         batch = _with_rows(self.batch, 1)
         options = {**self.options, "microbatches": 1, "check": False}
-        with trimmed_copy(self.model) as (model, runs), fake_ranks(tp=tp) as mesh:
+        with tracked_random_states(), trimmed_copy(self.model) as (model, runs), fake_ranks(tp=tp) as mesh:
             sch = create_schedule(model, mesh=mesh, example_inputs=batch)
             if tp > 1:
                 sch.tensor_parallel(**({"sequence_parallel": True} if sequence_parallel else {}))
@@ -224,14 +226,9 @@ class _Source:
             runner = step_model(sch, self.target).stage_runner(program, options)
             factory = optimizer_factory(self.options["optimizer"])
             parts = [runner.split(_with_rows(self.batch, rows))[0] for rows in (1, 2)]
-            try:
+            with model_errors("plan"):
                 one, two = record_model(sch, parts, lambda given: runner.run(program, 0, (), dict(given)), factory, runs)
-                return one, two
-            except SlapoError:
-                raise
-            except Exception as err:  # the model's code and fake tensors may raise anything
-                what = f"the model does not run on fake tensors: {type(err).__name__}: {err}"
-                raise ScheduleError(f"{what}; give example arguments such as it takes", primitive="plan") from err
+            return one, two
 
     def estimate(self, candidate: Candidate) -> Estimate:
         layout = candidate.layout
