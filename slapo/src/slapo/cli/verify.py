@@ -8,6 +8,7 @@ import typer
 
 from ..run_data.settings import Settings, SettingsError
 from . import flags
+from .defaults import with_defaults
 
 _OWN = ("level", "dtype", "against", "clip", "processes", "as_json")
 """Flags that ``slapo train`` lacks."""
@@ -70,13 +71,13 @@ def verify(
     option or the step to blame. Both models have random weights and get random tokens. The exit status is 0 where all is the
     same and 1 where something differs.
     """
-    given = dict(ctx.params)
-    given["target"] = target or ("torch" if pp > 1 or dp > 1 or against else "")
-    given["microbatches"] = microbatches or (pp if given["target"] else 1)
+    given = with_defaults(ctx)
+    given["target"] = target or ("torch" if given["pp"] > 1 or given["dp"] > 1 or against else "")
+    given["microbatches"] = (given["microbatches"] or given["pp"]) if given["target"] else microbatches or 1
     sizes = {name: value for name, value in given.items() if name not in _OWN}
     engines = [name for name in (given["target"], against) if name]
     for name in engines or ["torch"]:
-        kept = data_parallel if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
+        kept = given["data_parallel"] if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
         Settings(**{**sizes, "target": name, "data_parallel": kept}).check()
     _check(given)
     from ..training.verify_run import VerifySettings, run_verification  # noqa: PLC0415 - as in train

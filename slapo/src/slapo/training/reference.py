@@ -12,7 +12,8 @@ from slapo_core import create_schedule, init_empty_weights, materialize, set_ran
 
 from ..run_data.settings import Settings
 from .corpus import Corpus
-from .models import build_model
+from .model_folder import folder_weights
+from .models import auto_class, build_config, build_model
 
 
 def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:
@@ -30,6 +31,10 @@ def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:
 
 def unmodified_model(settings: Settings) -> nn.Module:
     """The model with the initial weights that every layout of a run starts from."""
+    if folder := folder_weights(settings):
+        config = build_config(settings)
+        trained: nn.Module = auto_class(config).from_pretrained(folder, config=config, dtype=torch.float32)
+        return trained.train().to(settings.device)
     with init_empty_weights():
         model = build_model(settings)
     create_schedule(model)  # changes nothing: it names the parameters, and their names are the seeds of their values

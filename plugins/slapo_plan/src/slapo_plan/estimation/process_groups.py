@@ -21,7 +21,11 @@ def group_name(mesh: DeviceMesh | None, ranks: Sequence[int]) -> str:
     if any(rank not in places for rank in ranks):
         return named
     coordinates = [_coordinate(places[rank], size) for rank in ranks]
-    axes = [name for name, values in zip(mesh.mesh_dim_names or (), zip(*coordinates, strict=True)) if len(set(values)) > 1]
+    axes = [
+        name
+        for name, values in zip(mesh.mesh_dim_names or (), zip(*coordinates, strict=True), strict=True)
+        if len(set(values)) > 1
+    ]
     return " x ".join(axes) or named
 
 

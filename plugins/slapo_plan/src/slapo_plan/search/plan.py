@@ -15,8 +15,8 @@ from slapo_core import BuildPlan, ScheduleError, SlapoError, create_schedule
 
 from ..estimation.estimate import estimate, optimizer_factory, step_model
 from ..estimation.result import Estimate
-from ..fake_process_group import fake_ranks
 from ..hardware import Hardware
+from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, hardware_for
 from .layouts import Layout, LayoutSpace, Rejection, check_constraints
 from .model_record import ModelRecord, record_model, trimmed_copy
