@@ -74,7 +74,7 @@ def run_plan(settings: PlanSettings) -> Answer:
     if not found.candidates:
         return Answer(False, f"no layout fits: {_binding(found)}")
     lines = [words] if words else []
-    lines += [plan_table(found, settings.top), *(f"note: {note}" for note in found.notes), *reasons(found.rejected), *notes]
+    lines += [plan_table(found, settings.top, settings.model.seq), *(f"note: {note}" for note in found.notes), *reasons(found.rejected), *notes]
     return Answer(True, "\n".join(lines))
 
 
@@ -179,7 +179,7 @@ def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware) -> dict[
         **exact,
         "flops": flops,
         "hardware": device,
-        "candidates": candidate_rows(found, settings.top),
+        "candidates": candidate_rows(found, settings.top, settings.model.seq),
         "notes": [*exact.get("notes", ()), *found.notes, *reasons(found.rejected)],
     }
 

@@ -16,13 +16,13 @@ _REASONS = 5
 """Number of rejected layouts to print."""
 
 
-def candidate_rows(found: Plan, top: int) -> list[dict[str, Any]]:
-    """Return the best layouts as plain data, with ``why`` each is slower than the best."""
+def candidate_rows(found: Plan, top: int, seq: int) -> list[dict[str, Any]]:
+    """Return the best layouts as plain data, with ``why`` each is slower than the best; a sequence has ``seq`` tokens."""
     rows = []
     limit, best = found.hardware.usable_bytes, found.best
     for each in found.candidates[:top]:
         settings = each.settings
-        tokens = settings["rows"] * settings["microbatches"] * settings["dp"]
+        tokens = settings["rows"] * settings["microbatches"] * settings["dp"] * seq
         rows.append(
             {
                 "layout": str(each.layout),
@@ -30,7 +30,7 @@ def candidate_rows(found: Plan, top: int) -> list[dict[str, Any]]:
                 "peak_bytes": each.peak,
                 "limit_bytes": limit,
                 "step_seconds": each.step_seconds,
-                "sequences": tokens / each.step_seconds if each.step_seconds else 0.0,
+                "tokens_per_second": tokens / each.step_seconds if each.step_seconds else 0.0,
                 "bubble": each.bubble,
                 "mfu": each.mfu,
                 "why": "the fastest" if each is best else _reason(best, each),
@@ -39,15 +39,15 @@ def candidate_rows(found: Plan, top: int) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_table(found: Plan, top: int) -> str:
+def plan_table(found: Plan, top: int, seq: int) -> str:
     """Return the table of the best layouts as text."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("", "layout", "recomputed", "memory", "step", "sequences/s", "bubble", "MFU", "why"):
+    for title in ("", "layout", "recomputed", "memory", "step", "tokens/s", "bubble", "MFU", "why"):
         table.add_column(title, no_wrap=title != "why", justify="left" if title in ("layout", "why") else "right")
-    for number, row in enumerate(candidate_rows(found, top), 1):
+    for number, row in enumerate(candidate_rows(found, top, seq), 1):
         memory = f"{format_bytes(row['peak_bytes'])} of {format_bytes(row['limit_bytes'])}"
         shares = [format_percent(row["bubble"]), format_percent(row["mfu"])]
-        cells = [row["layout"], row["recomputed"], memory, format_seconds(row["step_seconds"]), f"{row['sequences']:,.4g}"]
+        cells = [row["layout"], row["recomputed"], memory, format_seconds(row["step_seconds"]), f"{row['tokens_per_second']:,.0f}"]
         table.add_row(str(number), *cells, *shares, row["why"])
     out = StringIO()
     Console(file=out, width=200).print(table)

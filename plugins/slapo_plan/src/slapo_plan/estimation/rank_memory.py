@@ -30,7 +30,8 @@ class RankMemory:
 
     Args:
         kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients,
-            ``optimizer``, ``batch``, ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one action).
+            ``optimizer``, ``batch``, ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way),
+            ``activations`` (saved for backwards) and ``working`` (within one action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
