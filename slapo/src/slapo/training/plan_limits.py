@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from slapo_core import SlapoError
 from slapo_report import format_count
@@ -11,19 +12,30 @@ from slapo_report import format_count
 from ..run_data.settings import SettingsError
 from .plan_settings import PlanSettings, check_constraints
 
-Fits = Callable[[PlanSettings], bool]
+
+class Probe(NamedTuple):
+    """Tests of whether a layout fits.
+
+    Args:
+        quick: By the costs of the search.
+        exact: By the estimate of the best layout's real schedule as well.
+    """
+
+    quick: Callable[[PlanSettings], bool]
+    exact: Callable[[PlanSettings], bool]
+
 
 _LARGEST = 2**20
 _STEPS = 16
 """A bisection ends at this fraction of the largest power of two that fits."""
 
 
-def least_devices(settings: PlanSettings, fits: Fits, least: int) -> tuple[PlanSettings, str]:
+def least_devices(settings: PlanSettings, probe: Probe, least: int) -> tuple[PlanSettings, str]:
     """Return the settings for the least number of devices, a power of two, and the answer in words.
 
     Args:
         settings: Settings whose ``gpus`` is the largest number to try.
-        fits: True if a layout fits.
+        probe: Tests of whether a layout fits.
         least: No smaller number can fit.
 
     Raises:
@@ -31,12 +43,12 @@ def least_devices(settings: PlanSettings, fits: Fits, least: int) -> tuple[PlanS
     """
     number, refusal = 1, ""
     while number <= settings.gpus:
-        probe = replace(settings, gpus=number, global_batch=settings.global_batch or number)
+        trial = replace(settings, gpus=number, global_batch=settings.global_batch or number)
         if number >= least:
             try:
-                check_constraints(probe)
-                if fits(probe):
-                    return probe, f"{format_count(number, 'device')} of {settings.hardware}: the least that a layout fits on"
+                check_constraints(trial)
+                if probe.quick(trial) and probe.exact(trial):
+                    return trial, f"{format_count(number, 'device')} of {settings.hardware}: the least that a layout fits on"
             except SettingsError as err:
                 refusal = str(err)
         number *= 2
@@ -44,47 +56,55 @@ def least_devices(settings: PlanSettings, fits: Fits, least: int) -> tuple[PlanS
     raise SlapoError(f"plan: no layout fits on up to {format_count(settings.gpus, 'device')} of {settings.hardware}{reason}")
 
 
-def longest_sequence(settings: PlanSettings, fits: Fits) -> tuple[PlanSettings, str]:
+def longest_sequence(settings: PlanSettings, probe: Probe) -> tuple[PlanSettings, str]:
     """Return the settings with the longest sequence that fits, to a sixteenth, and the answer in words."""
 
     def at(seq: int) -> PlanSettings:
         return replace(settings, model=replace(settings.model, seq=seq))
 
-    def fits_at(seq: int) -> bool:
+    def fits(seq: int, test: Callable[[PlanSettings], bool]) -> bool:
         try:
-            return fits(at(seq))
+            return test(at(seq))
         except SettingsError:  # more than the model's positions
             return False
 
-    seq = bisect(fits_at, 8, _LARGEST)
+    seq = bisect(lambda seq: fits(seq, probe.quick), lambda seq: fits(seq, probe.exact), 8)
     if not seq:
         return settings, ""
     return at(seq), f"--seq {seq}: the longest sequence that fits"
 
 
-def most_rows(settings: PlanSettings, fits: Fits) -> tuple[PlanSettings, str]:
+def most_rows(settings: PlanSettings, probe: Probe) -> tuple[PlanSettings, str]:
     """Return the settings with the largest micro-batch that fits, to a sixteenth, and the answer in words."""
 
     def at(rows: int) -> PlanSettings:
         return replace(settings, global_batch=rows * settings.gpus, constraints={**settings.constraints, "rows": rows})
 
-    rows = bisect(lambda rows: fits(at(rows)), 1, _LARGEST)
+    rows = bisect(lambda rows: probe.quick(at(rows)), lambda rows: probe.exact(at(rows)), 1)
     if not rows:
         return at(1), ""
     return at(rows), f"--rows {rows}: the largest micro-batch that fits; more sequences are more micro-batches"
 
 
-def bisect(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return the largest number that fits, to a sixteenth of the power of two below it; 0 if ``least`` does not fit."""
+def bisect(fits: Callable[[int], bool], exact: Callable[[int], bool], least: int) -> int:
+    """Return the largest number that fits, to a sixteenth of the power of two below it; 0 if ``least`` does not fit.
+
+    Args:
+        fits: Quick test.
+        exact: Test that the result passes as well.
+        least: Smallest number.
+    """
     if not fits(least):
         return 0
     low = least
-    while low * 2 <= most and fits(low * 2):
+    while low * 2 <= _LARGEST and fits(low * 2):
         low *= 2
     step = low // 2
     smallest = max(1, low // _STEPS)
     while step >= smallest:
-        if low + step <= most and fits(low + step):
+        if fits(low + step):
             low += step
         step //= 2
+    while low > least and not exact(low):
+        low = max(least, low - smallest)
     return low

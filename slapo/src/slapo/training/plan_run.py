@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from slapo_report import format_bytes, format_count, plan_page
 
 from ..run_data.settings import SettingsError, is_folder
 from .models import build_model
-from .plan_limits import least_devices, longest_sequence, most_rows
+from .plan_limits import Probe, least_devices, longest_sequence, most_rows
 from .plan_settings import PlanSettings as PlanSettings
 from .plan_table import candidate_rows, plan_table, reasons
 
@@ -74,24 +75,30 @@ def run_plan(settings: PlanSettings) -> Answer:
     if not found.candidates:
         return Answer(False, f"no layout fits: {_binding(found)}")
     lines = [words] if words else []
-    lines += [plan_table(found, settings.top, settings.model.seq), *(f"note: {note}" for note in found.notes), *reasons(found.rejected), *notes]
+    lines += [
+        plan_table(found, settings.top, settings.model.seq),
+        *(f"note: {note}" for note in found.notes),
+        *reasons(found.rejected),
+        *notes,
+    ]
     return Answer(True, "\n".join(lines))
 
 
 def _answer(settings: PlanSettings, hardware: Hardware) -> tuple[PlanSettings, Plan, str]:
     """Return the settings that the question leads to, their plan, and the answer in words."""
 
-    def fits(probe: PlanSettings) -> bool:
-        return bool(_search(probe, hardware, check=0).candidates)
+    def fits(trial: PlanSettings, check: int) -> bool:
+        return bool(_search(trial, hardware, check).candidates)
 
+    probe = Probe(partial(fits, check=0), partial(fits, check=1))
     words = ""
     if settings.question == "fit":
         least = _parameter_bytes(settings) * 3 // hardware.usable_bytes
-        found, words = least_devices(settings, fits, least)
+        found, words = least_devices(settings, probe, least)
     elif settings.question == "max_seq":
-        found, words = longest_sequence(settings, fits)
+        found, words = longest_sequence(settings, probe)
     elif settings.question == "max_batch":
-        found, words = most_rows(settings, fits)
+        found, words = most_rows(settings, probe)
     else:
         found = settings
     return found, _search(found, hardware, check=1), words

@@ -47,7 +47,13 @@ def plan_table(found: Plan, top: int, seq: int) -> str:
     for number, row in enumerate(candidate_rows(found, top, seq), 1):
         memory = f"{format_bytes(row['peak_bytes'])} of {format_bytes(row['limit_bytes'])}"
         shares = [format_percent(row["bubble"]), format_percent(row["mfu"])]
-        cells = [row["layout"], row["recomputed"], memory, format_seconds(row["step_seconds"]), f"{row['tokens_per_second']:,.0f}"]
+        cells = [
+            row["layout"],
+            row["recomputed"],
+            memory,
+            format_seconds(row["step_seconds"]),
+            f"{row['tokens_per_second']:,.0f}",
+        ]
         table.add_row(str(number), *cells, *shares, row["why"])
     out = StringIO()
     Console(file=out, width=200).print(table)

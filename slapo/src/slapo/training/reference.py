@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers.utils import logging  # noqa: TID253
 
 from slapo_core import create_schedule, init_empty_weights, materialize, set_random_seed
 
@@ -32,6 +33,7 @@ def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:
 def unmodified_model(settings: Settings) -> nn.Module:
     """The model with the initial weights that every layout of a run starts from."""
     if folder := folder_weights(settings):
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         config = build_config(settings)
         trained: nn.Module = auto_class(config).from_pretrained(folder, config=config, dtype=torch.float32)
         return trained.train().to(settings.device)

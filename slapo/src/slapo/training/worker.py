@@ -56,8 +56,8 @@ def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | N
     modules = module_records(model)
     sch = schedule_model(model, settings, mesh)
     options = engine_options(settings)
-    if folder := folder_weights(settings):
-        options["weights"] = Weights(folder, cast=True)
+    if weights := folder_weights(settings):
+        options["weights"] = Weights(weights, cast=True)
     engine = build(sch, settings.target, optimizer=make_optimizer(settings), seed=settings.seed, **options)
     start = time.perf_counter()
     losses = list(with_progress(console, "training", _losses(engine, settings, corpus, _rank(mesh, "dp")), settings.steps))
