@@ -30,7 +30,7 @@ PRIMITIVES = {
     "slapo-torch": TRACING,
     "slapo-tracing": TRACING,
     "slapo-training": TRACING,
-    "slapo-tune": CORE,
+    "slapo-tune": TRACING,
     "slapo-verify": TRACING,
     "slapo-weights": TRACING,
     "slapo": TRACING

@@ -97,7 +97,7 @@ def broken() -> Any:
 
 def test_an_unknown_key_says_what_is_there_and_what_did_not_load(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
-        UnknownNameError, match="no schedule 'gtp2'; did you mean 'gpt2'.*available: albert, bert, gpt, gpt2, gpt_neo, "
+        UnknownNameError, match="no schedule 'gtp2'; did you mean 'gpt2'.*available: albert, auto, bert, gpt, gpt2, gpt_neo, "
     ):
         apply_schedule(nn.Linear(1, 1), "gtp2")
     registry = Registry([slapo_tracing.plugin, slapo_training.plugin, slapo_models.plugin])

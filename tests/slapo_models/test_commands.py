@@ -16,19 +16,33 @@ import slapo_training.plugin
 from slapo.cli.app import create_app
 from slapo_core import Registry, use_registry
 from slapo_models.apply import REGISTERED_SCHEDULES
+from slapo_models.families import TESTED_FAMILIES
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 
 
 def test_it_lists_what_is_installed() -> None:
-    rows = json.loads(CliRunner().invoke(create_app(), ["models", "--json"]).output)["models"]
-    assert {row["name"] for row in rows} == {*CASES, "gpt"}
+    data = json.loads(CliRunner().invoke(create_app(), ["models", "--json"]).output)
+    rows = data["models"]
+    assert {row["name"] for row in rows} == {*CASES, "gpt", "auto"}
     assert all(
         row["distribution"] == "slapo-models" and row["version"] and row["summary"].startswith("Schedule ") for row in rows
     )
     lines = CliRunner().invoke(create_app(), ["models"]).output.splitlines()
     assert lines[0].split() == ["name", "summary", "distribution", "version"]
-    assert len(lines) == 1 + len(rows)
+    assert len(lines) == 3 + len(rows) + len(data["families"])
+    schedules = {row["model_type"]: row["schedule"] for row in data["families"]}
+    assert schedules.keys() >= set(TESTED_FAMILIES)
+    assert (schedules["llama"], schedules["gpt2"]) == ("auto", "gpt2")
+
+
+def test_it_prints_published_sizes() -> None:
+    printed = CliRunner().invoke(create_app(), ["models", "llama-3-8b"]).output
+    assert printed.startswith("llama-3-8b: 8,030,261,248 parameters, llama, https://huggingface.co/meta-llama/")
+    data = json.loads(CliRunner().invoke(create_app(), ["models", "mixtral", "--json"]).output)
+    assert [size["name"] for size in data["sizes"]] == ["mixtral-8x7b", "mixtral-8x22b"]
+    error = CliRunner().invoke(create_app(), ["models", "lama-3-8b"]).exception
+    assert str(error).startswith("no published size 'lama-3-8b'; did you mean 'llama-3-8b'")
 
 
 def test_it_says_what_did_not_load() -> None:
@@ -61,5 +75,6 @@ def test_the_examples_on_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
             exec(source, space)  # noqa: S102  the page is ours
     finally:
         REGISTERED_SCHEDULES.clear()
-    assert capsys.readouterr().out == "sch['transformer.h.1'].checkpoint()\nsch['transformer.h.3'].checkpoint()\n"
+    printed = ["sch['transformer.h.1'].checkpoint()", "sch['transformer.h.3'].checkpoint()", "sch['0'].checkpoint()"]
+    assert capsys.readouterr().out.splitlines() == [*printed, "sch['1'].checkpoint()"]
     assert [step.path for step in space["sch"].journal] == ["transformer.h"]

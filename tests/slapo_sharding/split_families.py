@@ -57,7 +57,7 @@ LEFT_WHOLE = {
     "deberta-v2": Whole(
         "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
     ),
-    "deepseek_v3": Whole("", "norms lie between its projections", "kv_b_proj stays whole"),
+    "deepseek_v3": Whole("", "norms lie between its projections", "kv_a_proj_with_mqa stays whole"),
     "fnet": Whole("attention", NONE),
     "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "mamba": Whole("attention and MLP", "its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),

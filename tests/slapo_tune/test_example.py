@@ -26,7 +26,7 @@ PAGE = (TOP / "docs" / "guides" / "tuning.md").read_text()
 
 def command() -> list[str]:
     """The arguments of ``slapo tune`` on the page."""
-    (console,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    (console,) = [each for each in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if each.startswith("$ cd examples")]
     change, line = re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, re.MULTILINE)
     assert change == f"cd {EXAMPLE.relative_to(TOP)}"
     program, tune, *arguments = shlex.split(line.replace("\\\n", " "))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slapo_tune.configuration import ScriptArguments, substitute, uses_symbol
+from slapo_tune.trial.script_arguments import ScriptArguments, substitute, uses_symbol
 
 LINE = [
     "slapo-megatron",

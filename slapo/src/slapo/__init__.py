@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
-    from slapo_tune import Database, Space, Symbol
+    from slapo_tune import Database, ScheduleSpace, Space, Symbol, tune
     from slapo_verify import Report, Tolerance, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
 
@@ -81,6 +81,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "ScheduleMetadata",
+    "ScheduleSpace",
     "SlapoError",
     "Space",
     "Stage",
@@ -126,6 +127,7 @@ __all__ = [
     "set_random_seed",
     "trace",
     "trace_module",
+    "tune",
     "verify",
     "verify_engine",
 ]

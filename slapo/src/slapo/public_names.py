@@ -30,6 +30,7 @@ NAME_ORIGINS = {
     "Pattern": "slapo_tracing",
     "Plan": "slapo_plan",
     "Report": "slapo_verify",
+    "ScheduleSpace": "slapo_tune",
     "Space": "slapo_tune",
     "Symbol": "slapo_tune",
     "Tolerance": "slapo_verify",
@@ -54,6 +55,7 @@ NAME_ORIGINS = {
     "plan": "slapo_plan",
     "trace": "slapo_tracing",
     "trace_module": "slapo_tracing",
+    "tune": "slapo_tune",
     "verify": "slapo_verify",
     "verify_engine": "slapo_verify",
 }

@@ -199,6 +199,20 @@ def slapo_render(subject: Any, html: bool) -> str | None:
     """
 
 
+@hookspec(firstresult=True)
+def slapo_schedule_function(namespace: dict[str, Any], config: Mapping[str, Any] | None) -> Callable[[Schedule], Any] | None:
+    """Return the function that ``load_schedule`` calls with the schedule; None leaves it the file's own ``schedule(sch)``.
+
+    ``namespace`` holds the names that the Python file defines, ``config`` what the caller of ``load_schedule`` gave.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_schedule_function(namespace, config):
+        ...     if "bits" in (config or {}):
+        ...         return lambda sch: namespace["schedule"](sch, config["bits"])
+    """
+
+
 @hookspec
 def slapo_commands(app: Any) -> None:
     """Add commands to the ``slapo`` command line; ``app`` is its ``typer.Typer``.

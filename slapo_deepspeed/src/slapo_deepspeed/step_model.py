@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from slapo_core import BuildError
-from slapo_training import PipelineAction, StepModel, one_forward_one_backward
+import torch
+
+from slapo_core import BuildError, Program
+from slapo_training import (
+    MemoryRules,
+    OptimizerFactory,
+    PipelineAction,
+    StageRunner,
+    StepModel,
+    one_forward_one_backward,
+)
+
+from .configuration.options import DeepSpeedOptions
+from .estimation.stage_runner import DeepSpeedStageRunner
 
 
 class DeepSpeedStepModel(StepModel):
@@ -19,3 +32,22 @@ class DeepSpeedStepModel(StepModel):
         if stages != ranks:
             raise BuildError(f"{stages} stages on pp={ranks}: DeepSpeed runs one stage on each rank; cut {ranks} stages")
         return one_forward_one_backward(stages, microbatches)
+
+    @classmethod
+    def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
+        return DeepSpeedStageRunner(program, DeepSpeedOptions.of(config))
+
+    @classmethod
+    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
+        is_pipeline = len(program.stages) > 1
+        return MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline, kept_losses=2 * is_pipeline)
+
+    @classmethod
+    def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
+        """Return torch's optimizer of the kind that the configuration names; DeepSpeed's own have the same state."""
+        section = DeepSpeedOptions.of(config).section("optimizer")
+        if not section:
+            return None
+        kind = str(section.get("type", "")).lower()
+        found = {name.lower(): each for name, each in vars(torch.optim).items() if isinstance(each, type)}
+        return partial(found.get(kind, torch.optim.AdamW), lr=section.get("params", {}).get("lr", 0.0))

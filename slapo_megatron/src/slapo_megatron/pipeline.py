@@ -208,6 +208,9 @@ class RunningStage(StageForward):
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
             one = with_zero_gradient(one, self._received)
+        self._received = (
+            None  # Megatron keeps it until its backward; here it would stay, with its gradient, until the next step
+        )
         # Megatron divides a loss in place, and may free a tensor after sending it
         is_changed = self.post_process or self.config.deallocate_pipeline_outputs
         return one.clone() if is_changed else one

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from slapo_core import BuildError
-from slapo_training import MessageMode, PipelineAction, StepModel, one_forward_one_backward
+import torch
+
+from slapo_core import BuildError, Program
+from slapo_training import (
+    MemoryRules,
+    MessageMode,
+    OptimizerFactory,
+    PipelineAction,
+    StageRunner,
+    StepModel,
+    one_forward_one_backward,
+)
+
+from .configuration.options import MegatronOptions
+from .estimation.stage_runner import MegatronStageRunner
 
 
 class MegatronStepModel(StepModel):
@@ -26,6 +40,24 @@ class MegatronStepModel(StepModel):
                 f"{microbatches} micro-batches on pp={ranks} with {stages // ranks} stages per rank; use a multiple of {group}"
             )
         return {rank: _interleaved(stages // ranks, rank, ranks, microbatches, group) for rank in range(ranks)}
+
+    @classmethod
+    def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
+        return MegatronStageRunner(program, MegatronOptions.of(config))
+
+    @classmethod
+    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
+        return MemoryRules(holds_received=len(program.stages) > 1)
+
+    @classmethod
+    def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
+        """Return torch's optimizer of the kind that the section ``optimizer`` names."""
+        section = _section(config, "optimizer")
+        if not section:
+            return None
+        if section.get("optimizer") == "sgd":
+            return partial(torch.optim.SGD, lr=section.get("lr", 0.0), momentum=section.get("sgd_momentum", 0.9))
+        return partial(torch.optim.AdamW, lr=section.get("lr", 0.0))
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

@@ -44,6 +44,7 @@ def arguments() -> dict[str, Any]:
         "engine": PlainEngine(sch.mod),
         "app": typer.Typer(),
         "subject": sch,
+        "namespace": {"schedule": lambda sch, bits: None},
         "html": False,
         "manager": pluggy.PluginManager(NAME),
     }

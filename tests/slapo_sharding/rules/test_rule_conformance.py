@@ -29,6 +29,22 @@ def embedding(**options: Any) -> nn.Module:
     return nn.Embedding(10, 8, **options)
 
 
+def scaled_embedding() -> nn.Module:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    return Gemma3TextScaledWordEmbedding(10, 8, padding_idx=3, embed_scale=2.5)
+
+
+def llama4_experts() -> nn.Module:
+    from transformers import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    made = Llama4TextExperts(Llama4TextConfig(hidden_size=8, intermediate_size=16, num_local_experts=4))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
 def prelu() -> nn.Module:
     return nn.PReLU(8)
 
@@ -85,6 +101,7 @@ RULES: dict[str, list[RuleExample]] = {
     "Embedding": [
         RuleExample(embedding, (IDS,)),
         RuleExample(partial(embedding, padding_idx=3), (IDS,), name="with padding"),
+        RuleExample(scaled_embedding, (IDS,), name="scaled"),
         RuleExample(partial(embedding, scale_grad_by_freq=True), (IDS,), refused=no_split("counts indices", 0)),
         RuleExample(partial(embedding, max_norm=1.0), (IDS,), refused=no_split("max_norm=1.0 rescales", 0, 1)),
         RuleExample(partial(embedding, sparse=True), (IDS,), refused=no_split("sparse gradients", 0, 1)),
@@ -103,6 +120,7 @@ RULES: dict[str, list[RuleExample]] = {
         RuleExample(partial(attention, bias=False), {"query": X, "key": X, "value": X, "need_weights": False}, name="no bias"),
     ],
     "stack of experts": [RuleExample(partial(experts, kind), tokens, name=kind) for kind in ("mixtral", "gpt_oss")],
+    "Llama 4's stack of experts": [RuleExample(llama4_experts, (torch.randn(12, 8),))],
     **{
         name: [RuleExample(partial(convolution, name), (images(name),))]
         for name in (f"Conv{kind}{dims}d" for kind in ("", "Transpose") for dims in (1, 2, 3))

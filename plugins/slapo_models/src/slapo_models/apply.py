@@ -15,19 +15,24 @@ from torch import nn
 from slapo_core import Entry, Registry, Schedule, ScheduleError, UnknownNameError, create_schedule, default_registry
 
 from .shared_steps.configuration import CREATE_SCHEDULE_OPTIONS
-from .shared_steps.transformer import restored_on_error
+from .shared_steps.precision import restored_on_error
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: Any) -> Schedule:
+AUTO = "auto"
+"""Key of the schedule for models without one of their own."""
+
+
+def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str = "auto", **config: Any) -> Schedule:
     """Schedule a model by the ready schedule of its family.
 
     The steps are those of primitives, each in the journal. Where one fails, those before it are undone.
 
     Args:
         model_or_schedule: The model, or its schedule.
-        key: ``"gpt2"``, say; ``slapo models`` lists them.
+        key: ``"gpt2"``, say; ``slapo models`` lists them. ``"auto"``: the schedule of the model's ``config.model_type`` if
+            there is one, otherwise one for any ``nn.Module``, made from its repeated blocks and its plans.
         **config: The classic configuration names, see the README of slapo-models; and for a model ``group``, ``mesh``,
             ``example_inputs`` and ``plugins`` of ``create_schedule``. Without ``example_inputs`` those are taken that
             Transformers tries the model's class with, tokens without labels.
@@ -40,7 +45,14 @@ def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: 
         ScheduleError: a configuration that cannot be served, or a step that is illegal; the model is as before.
     """
     registry = _registry_of(model_or_schedule, config)
-    return _schedule_of(key, registry)(model_or_schedule, **config)
+    module = model_or_schedule.mod if isinstance(model_or_schedule, Schedule) else model_or_schedule
+    return _schedule_of(key_of_model(module, registry) if key == AUTO else key, registry)(model_or_schedule, **config)
+
+
+def key_of_model(model: nn.Module, registry: Registry) -> str:
+    """Return the key of a model: its ``config.model_type`` if there is a schedule of this name, otherwise ``"auto"``."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return model_type if isinstance(model_type, str) and model_type in schedule_names(registry) else AUTO
 
 
 def get_schedule(key: str) -> Callable[..., Schedule]:
@@ -147,9 +159,13 @@ def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, An
 
 
 def _dummy_inputs(model: nn.Module, ranks: int) -> dict[str, torch.Tensor] | None:
-    """Return Transformers' dummy inputs, made longer by the number of ranks so that the sequence can be divided."""
-    inputs = getattr(model, "dummy_inputs", None)
-    if not isinstance(inputs, dict):
+    """Return Transformers' dummy tokens, made longer by the number of ranks so that the sequence can be divided.
+
+    A model that takes images or sound has none that fit it.
+    """
+    inputs, config = getattr(model, "dummy_inputs", None), getattr(model, "config", None)
+    takes_more = getattr(model, "main_input_name", "input_ids") != "input_ids" or hasattr(config, "vision_config")
+    if not isinstance(inputs, dict) or takes_more:
         return None
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
     return {name: value.to(device).repeat(*(1,) * (value.dim() - 1), ranks) for name, value in inputs.items()}

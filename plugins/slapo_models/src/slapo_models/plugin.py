@@ -8,6 +8,7 @@ from slapo_core import hookimpl
 
 _FAMILIES = {
     "albert": "albert",
+    "auto": "auto",
     "bert": "bert",
     "gpt": "gpt2",
     "gpt2": "gpt2",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from slapo_core import Primitive, Schedule, ScheduleError, get_logger, is_sharded
+from slapo_core import Primitive, Schedule, ScheduleError, TraceError, get_logger, is_sharded, savepoint
 from slapo_tracing.graphs import as_untraced
 
 from .planning.derivation.replicated_modules import first_rank_only, plan_error
@@ -41,9 +41,10 @@ class TensorParallelPrimitive(Primitive):
     """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
 
     Without ``plan``, the plan that Transformers publishes for the model is used; its keys may name modules that this
-    configuration lacks. Where there is none, or it does not cover the model, or it has an unknown style, a plan is derived from
-    the model's own forward, which runs once without data on the schedule's ``example_inputs``. Layers are sharded in groups
-    whose values fit together, attention is sharded by heads, and attributes that count heads or widths become local. The
+    configuration lacks. Where there is none, or it does not cover the model, has an unknown style, or does not fit the number
+    of ranks, a plan is derived from the model's own forward, which runs once without data on the schedule's ``example_inputs``.
+    Layers are sharded in groups whose values fit together, attention is sharded by heads, and attributes that count heads or
+    widths become local. The
     rank's model is traced again afterwards and must match the planned one operation by operation. The vocabulary (embedding
     and head) is sharded if each rank gets some of it. Everything else stays replicated. With ``example_inputs``, parts with
     attention that a published plan does not mention, such as a vision tower, get a derived plan each.
@@ -105,10 +106,38 @@ class TensorParallelPrimitive(Primitive):
         """Take the steps of the plan."""
         with as_untraced(schedule):
             before = set(filter(split_of, schedule.mod.modules()))
-            _split(schedule, checked, plan, sequence_parallel, parallel_loss)
+            _split_or_derive(schedule, checked, plan, sequence_parallel, parallel_loss)
             loss = losses.install_loss(schedule) if parallel_loss else None
             if backend is not None:
                 layer_backends.replace_layers(schedule, backend, layer_backends.backend_of(schedule, backend), before, loss)
+
+
+def _split_or_derive(
+    schedule: Schedule,
+    steps: dict[str, str] | None,
+    plan: Mapping[str, str] | None,
+    sequence_parallel: bool,
+    parallel_loss: bool,
+) -> None:
+    """Apply a plan. Where a published one does not fit the ranks, as with too few heads, derive one instead.
+
+    A published plan that gathers the values between its layers, as Phi-3's, is the second choice: every rank would compute the
+    whole attention.
+    """
+    if steps is None or plan is not None or schedule.example_inputs is None or schedule.world_size == 1:
+        _split(schedule, steps, plan, sequence_parallel, parallel_loss)
+        return
+    choices = [None, steps] if "rowwise_split_input" in steps.values() else [steps, None]
+    refusals: list[ScheduleError | TraceError] = []
+    for choice in choices:
+        try:
+            with savepoint(schedule):
+                _split(schedule, choice, plan, sequence_parallel, parallel_loss)
+            return
+        except (ScheduleError, TraceError) as err:
+            refusals.append(err)
+            get_logger().debug("tensor_parallel(%r): a plan does not fit: %s", schedule.path, err)
+    raise refusals[choices.index(steps)]
 
 
 def _split(

@@ -48,9 +48,7 @@ class TorchStepModel(StepModel):
         return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)
 
     @classmethod
-    def collectives(
-        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
-    ) -> list[CollectiveRecord]:
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
         from .step_collectives import StepCollectives  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
         return [*StepCollectives(program, Options.of(config), rank, facts).records()]
@@ -98,7 +96,6 @@ class TorchStageRunner(StageRunner):
             outputs = None if last else program.stages[stage + 1].inputs
             call = self._calls[stage] = StageCall(program.stages[stage], outputs, self._options, self._device)
         return call(*received, batch=arguments, labels=labels)
-
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:

@@ -14,6 +14,7 @@ from .distributed import gloo_threads as gloo_threads  # waits for them as the p
 
 if TYPE_CHECKING:
     from .batch_engine import BatchEngine, MicroBatches
+    from .engine_stage_runner import EngineStageRunner, flatten_parameters, initialized_optimizer
     from .engines.exact_stage import ExactStage
     from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
         CollectiveRecord,
         MemoryRules,
         MessageMode,
+        OptimizerFactory,
         PipelineAction,
+        StageMemory,
         StageRunner,
         StepFacts,
         StepModel,
@@ -34,6 +37,7 @@ else:
         __name__,
         {
             "batch_engine": ["BatchEngine", "MicroBatches"],
+            "engine_stage_runner": ["EngineStageRunner", "flatten_parameters", "initialized_optimizer"],
             "engines.exact_stage": ["ExactStage"],
             "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
@@ -43,7 +47,9 @@ else:
                 "CollectiveRecord",
                 "MemoryRules",
                 "MessageMode",
+                "OptimizerFactory",
                 "PipelineAction",
+                "StageMemory",
                 "StageRunner",
                 "StepFacts",
                 "StepModel",
@@ -55,18 +61,23 @@ else:
 __all__ = [
     "BatchEngine",
     "CollectiveRecord",
+    "EngineStageRunner",
     "ExactStage",
     "ExternalEngine",
     "GradientSize",
     "MemoryRules",
     "MessageMode",
     "MicroBatches",
+    "OptimizerFactory",
     "PipelineAction",
     "StageForward",
+    "StageMemory",
     "StageParameters",
     "StageRunner",
     "StepFacts",
     "StepModel",
     "can_split_backward",
+    "flatten_parameters",
+    "initialized_optimizer",
     "one_forward_one_backward",
 ]

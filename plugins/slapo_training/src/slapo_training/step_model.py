@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from slapo_core import Program, Stage
 
@@ -21,6 +23,8 @@ MessageMode = Literal["overlapped", "on_demand", "blocking"]
 ``"blocking"``: as ``"on_demand"``, and the sender waits for the transfer before its next action of the other direction, or
 after its next action of the same direction.
 """
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class PipelineAction(NamedTuple):
@@ -81,13 +85,58 @@ class MemoryRules(NamedTuple):
             several they are copied there in the last one.
         receive_buffers: True if each micro-batch has buffers of its own for the tensors that its stages receive.
         keeps_sent: True if tensors that were sent stay allocated until the end of the step; otherwise until the next message.
+        holds_received: True if a received tensor is allocated before its forward and freed after its backward.
+        fixed_buffers: True if a stage has one buffer for what it receives and one for the gradient of what it sends, which stay
+            between steps; otherwise that gradient is allocated for its backward.
+        kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
+            and the gradient of that.
         flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
     """
 
     buckets: bool = False
     receive_buffers: bool = False
     keeps_sent: bool = False
+    holds_received: bool = False
+    fixed_buffers: bool = False
+    kept_losses: int = 0
     flattens_gradients: bool = False
+
+
+class StageMemory:
+    """Tensors of an engine beside one stage: flat weights, main copies, gradient buffers, optimizer state.
+
+    A subclass allocates them as its engine does. Its tensors are fake; the planner counts each until it is freed. The methods
+    are called in the order of a step. ``is_last`` tells the last micro-batch of the step.
+
+    Attributes:
+        owns_parameters: True if ``held`` has the memory of the parameters, whose own is not counted.
+        records_order: True if a micro-batch runs before the first step, whose order of modules the engine keeps.
+    """
+
+    owns_parameters = False
+    records_order = False
+
+    def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return the tensors that exist between steps beside parameters and buffers of the stage.
+
+        Keys are kinds of memory: ``"parameters"``, ``"gradients"``, ``"buckets"``, ``"optimizer"`` (with main copies).
+        """
+        return {}
+
+    def begin_step(self) -> None:
+        """Begin a step, before its first forward."""
+
+    def end_recording(self) -> None:
+        """End the micro-batch before the first step, with ``records_order``."""
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Prepare the backward of a micro-batch."""
+
+    def end_backward(self, is_last: bool) -> None:
+        """Finish the backward of a micro-batch, with the reductions that follow it."""
+
+    def step(self) -> None:
+        """Step the optimizer."""
 
 
 class StageRunner(ABC):
@@ -114,6 +163,20 @@ class StageRunner(ABC):
             received: Values of the stage's ``inputs``.
             part: The micro-batch, with ``labels`` where the engine was given ``loss_fn``.
         """
+
+    def weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model's tensors have the types that the engine gives them; nothing runs outside."""
+        return nullcontext()
+
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+        """Return what makes the engine's own tensors for a stage; None if its optimizer steps parameters and their gradients.
+
+        It gets the module of the stage, with fake tensors, whose parameters it may replace.
+
+        Args:
+            optimizer: Makes the optimizer of some parameters.
+        """
+        return None
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         """Return the parameters of a stage as the engine holds them over a step."""
@@ -171,9 +234,12 @@ class StepModel:
         return MemoryRules()
 
     @classmethod
-    def collectives(
-        cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts
-    ) -> list[CollectiveRecord]:
+    def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
+        """Return a factory like the optimizer that the engine's own configuration names; None if it names none."""
+        return None
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
         """Return the collectives and messages of a step that are not in the forwards and backwards of the model.
 
         These are messages between stages, recorded at both ends, reductions of gradients, gathers of parameters, and the small

@@ -1,4 +1,4 @@
-"""The command line of the tuner: ``slapo tune`` and ``python -m slapo.autotune.tune``."""
+"""The command line of the tuners: ``slapo tune`` and ``python -m slapo.autotune.tune``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import difflib
 import math
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from typing import Any, NoReturn
 from slapo_core import SlapoError
 
 from .configuration import Configuration
-from .database import Database
 from .search_space.symbol import TuneError
-from .trial.process import Interruption, signal_name
+from .study.database import Database
+from .trial.process import Interruption, script_program, signal_name
 from .tuner import Results, Settings, Tuner
 
-__all__ = ["main"]
+__all__ = ["main", "tune_script"]
 
 TIMEOUT_SECONDS = 3600.0
 FLAGS = ("--config", "--db", "--error-stop", "--timeout", "--help", "-h")
@@ -37,19 +36,6 @@ the run; 2 for invalid arguments; 128 plus the signal's number after Ctrl-C or a
 is printed in any case."""
 
 
-def register(app: Any) -> None:
-    import typer
-
-    rest = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False, "help_option_names": []}
-
-    def tune(ctx: typer.Context) -> None:
-        """Run a training script with every configuration of a space, and print the fastest."""
-        raise typer.Exit(main(ctx.args, "slapo tune"))
-
-    tune.__annotations__["ctx"] = typer.Context  # which this module, imported without typer, has no name for
-    app.command(context_settings=rest)(tune)
-
-
 def main(arguments: Sequence[str] | None = None, program: str = "python -m slapo.autotune.tune") -> int:
     """Tune as the arguments say, by default those of the process, and return the exit status."""
     with Interruption() as interruption:
@@ -63,6 +49,22 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m slapo
             number = interruption.number or signal.SIGINT
             print(f"tune: interrupted by {signal_name(number)} before the first trial", file=sys.stderr)
             return 128 + number
+
+
+def tune_script(command: Sequence[str], schedule: str, save: str = "", page: str = "", **settings: Any) -> int:
+    """Search the fastest configuration of a script with the space of a schedule file, and return the exit status.
+
+    Args:
+        command: The script and its arguments.
+        schedule: The schedule file.
+        save: Path of a schedule file for the best, or ``""``.
+        page: Path of the page, or ``""``.
+        **settings: Further arguments of ``search_script``.
+    """
+    from .result_output import show_result  # noqa: PLC0415 - optuna is imported when it is used
+    from .script_tuning import search_script  # noqa: PLC0415
+
+    return show_result(search_script(command, schedule, **settings), save, page)
 
 
 def _run(settings: Settings, database: Database, interruption: Interruption) -> int:
@@ -107,7 +109,7 @@ def _settings(arguments: Sequence[str], program: str) -> tuple[Settings, Databas
     if given.db is not None and not os.access(Path(os.path.realpath(given.db)).parent, os.W_OK):
         raise TuneError(f"--db {given.db}: its folder is not there, or cannot be written to; make it, or choose another")
     settings = Settings(
-        program=_program(given.script),
+        program=script_program(given.script),
         script=given.script,
         arguments=tuple(given.arguments),
         configuration=Configuration.load(given.config),
@@ -115,16 +117,6 @@ def _settings(arguments: Sequence[str], program: str) -> tuple[Settings, Databas
         error_stop=given.error_stop,
     )
     return settings, database
-
-
-def _program(script: str) -> tuple[str, ...]:
-    """Return what starts a script: Python's are started by this Python, other programs by themselves."""
-    if Path(script).is_file():
-        runs_alone = not script.endswith(".py") and os.access(script, os.X_OK)
-        return (os.path.abspath(script),) if runs_alone else (sys.executable, script)
-    if os.sep not in script and (found := shutil.which(script)):
-        return (found,)
-    raise TuneError(f"tune({script!r}): no such file or program; give the training script behind the tuner's own flags")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from slapo_core import hookimpl
+from slapo_core import Schedule, hookimpl
 
 
 @hookimpl
-def slapo_commands(app: Any) -> None:
-    """``slapo tune``."""
-    from .command import register  # noqa: PLC0415  needs what only the command line has
+def slapo_schedule_function(namespace: dict[str, Any], config: Mapping[str, Any] | None) -> Callable[[Schedule], Any] | None:
+    """Bind the space of a schedule file with ``schedule(sch, space)``."""
+    from .schedule_space.schedule_file import bind_schedule  # noqa: PLC0415  finding plugins must stay cheap
 
-    register(app)
+    return bind_schedule(namespace, config)

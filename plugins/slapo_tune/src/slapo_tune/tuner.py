@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .configuration import CHECKPOINT_RATIO, Configuration, ScriptArguments, substitute, uses_symbol
-from .database import Database, json_data
+from .configuration import CHECKPOINT_RATIO, Configuration
 from .search_space.space import Space, Traversal
 from .search_space.symbol import TuneError
+from .study.database import Database, json_data
 from .trial.process import Interruption, TrialOutput, check_variables, run_trial, signal_name
+from .trial.script_arguments import ScriptArguments, substitute, uses_symbol
 from .trial.throughput import error_tail, invalid_throughput, logged_result, printed_result
 
 ErrorStop = Literal["none", "symbol", "all"]

@@ -21,8 +21,8 @@ TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 ScheduleFile = Annotated[
     str,
     typer.Option(
-        help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure. A file of "
-        "`slapo plan --save` also gives the values of flags that are left out.",
+        help="Python file with `def schedule(sch)`, or `(sch, space)`, or a saved .json; default: by the model's structure. A "
+        "file of `slapo plan --save` also sets the flags that are left out.",
         metavar="FILE",
         show_default=False,
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from . import flags
-from .defaults import with_defaults
+from .schedule_flags import with_schedule_values
 
 Ranks = typer.Option(help="Only layouts with this number.", show_default=False)
 
@@ -63,7 +63,7 @@ def plan(
 
         typer.echo(run_calibration(calibrate, gpus))
         return
-    given = with_defaults(ctx)
+    given = with_schedule_values(ctx)
     from ..training.plan_run import PlanSettings, run_plan  # noqa: PLC0415
 
     answer = run_plan(PlanSettings.of(given))

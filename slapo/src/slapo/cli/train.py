@@ -8,7 +8,7 @@ import typer
 
 from ..run_data.settings import TOLERANCES, Settings
 from . import flags
-from .defaults import with_defaults
+from .schedule_flags import with_schedule_values
 
 REFERENCE = (
     "Train the unmodified model in one process as well, and compare: with exit status 1 when, without dropout, the loss of a "
@@ -61,7 +61,7 @@ def train(
 
     Started by torchrun, as for several machines, it joins that world instead of starting processes of its own.
     """
-    settings = Settings(**{**with_defaults(ctx), "data": tuple(data or ())})
+    settings = Settings(**{**with_schedule_values(ctx), "data": tuple(data or ())})
     settings.check()
     from ..training.train_run import run_training  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
 

@@ -8,7 +8,7 @@ import typer
 
 from ..run_data.settings import Settings, SettingsError
 from . import flags
-from .defaults import with_defaults
+from .schedule_flags import with_schedule_values
 
 _OWN = ("level", "dtype", "against", "clip", "processes", "as_json")
 """Flags that ``slapo train`` lacks."""
@@ -71,9 +71,9 @@ def verify(
     option or the step to blame. Both models have random weights and get random tokens. The exit status is 0 where all is the
     same and 1 where something differs.
     """
-    given = with_defaults(ctx)
+    given = with_schedule_values(ctx)
     given["target"] = target or ("torch" if given["pp"] > 1 or given["dp"] > 1 or against else "")
-    given["microbatches"] = (given["microbatches"] or given["pp"]) if given["target"] else microbatches or 1
+    given["microbatches"] = given["microbatches"] or (given["pp"] if given["target"] else 1)
     sizes = {name: value for name, value in given.items() if name not in _OWN}
     engines = [name for name in (given["target"], against) if name]
     for name in engines or ["torch"]:

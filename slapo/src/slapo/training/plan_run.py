@@ -66,7 +66,7 @@ def run_plan(settings: PlanSettings) -> Answer:
         SlapoError: unknown hardware, a model that does not run on fake tensors, or a file that cannot be written.
     """
     hardware = Hardware.load(settings.hardware)
-    with _without_information():
+    with _without_warnings():
         settings, found, words = _answer(settings, hardware)
         notes = _write(settings, found, hardware) if found.candidates else []
     if settings.as_json:
@@ -120,10 +120,10 @@ def _search(settings: PlanSettings, hardware: Hardware, check: int) -> Plan:
             **options,
         )
     except ScheduleError as err:
-        raise SlapoError(f"{err}; known without it: {_known(model, hardware)}") from err
+        raise SlapoError(f"{err}; known without it: {known_facts(model, hardware)}") from err
 
 
-def _known(model: nn.Module, hardware: Hardware) -> str:
+def known_facts(model: nn.Module, hardware: Hardware) -> str:
     """Return what can be said about a model that does not run on fake tensors."""
     nbytes = sum(each.numel() * 4 for each in model.parameters())
     least = -(-_STATES * nbytes // hardware.usable_bytes)
@@ -192,11 +192,11 @@ def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware) -> dict[
 
 
 @contextmanager
-def _without_information() -> Iterator[None]:
-    """Leave out the log's notes on checks that a search turns off."""
+def _without_warnings() -> Iterator[None]:
+    """Leave out the log's notes on checks that a search turns off, and its warnings about layouts that it tries."""
     logger = get_logger()
     level = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core import Schedule, create_schedule, load_schedule
 from slapo_report import format_count
+from slapo_tune import RUN_SYMBOLS
 
 from ..run_data.settings import Settings, SettingsError
 
@@ -20,10 +23,16 @@ def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None
     """
     inputs = example_inputs(settings)
     if settings.schedule:
-        return load_schedule(model, settings.schedule, mesh=mesh, example_inputs=inputs)
+        return load_schedule(model, settings.schedule, config=run_symbols(settings), mesh=mesh, example_inputs=inputs)
     sch = create_schedule(model, mesh=mesh, example_inputs=inputs)
     apply_default_steps(sch, settings)
     return sch
+
+
+def run_symbols(settings: Settings) -> dict[str, Any]:
+    """Return the values of symbols that set the layout and options of a run, for a schedule file with a space."""
+    given = {**vars(settings), "pipeline_schedule": settings.schedule_kind}
+    return {name: given[name] for name in RUN_SYMBOLS}
 
 
 def apply_default_steps(sch: Schedule, settings: Settings) -> None:

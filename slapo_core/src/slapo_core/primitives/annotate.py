@@ -34,9 +34,8 @@ class AnnotatePrimitive(Primitive):
         """Refuse unknown parameters and attributes that tensors have themselves."""
         tensor = _tensor(schedule, name)
         if not key.isidentifier() or key.startswith("_") or hasattr(type(tensor), key):
-            raise ScheduleError(
-                f"{key!r} is not a free attribute name; choose another", path=schedule.path, primitive="annotate"
-            )
+            problem = f"{key!r} is not a free attribute name; choose another"
+            raise ScheduleError(problem, path=schedule.path, primitive="annotate")
 
     @staticmethod
     def apply(schedule: Schedule, name: str, key: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..reporting.errors import ScheduleError, SlapoError
+from ..reporting.errors import ScheduleError
 from ..reporting.logger import get_logger
 from .journal import FORMAT_VERSION, Step, error_prefix
 from .schedule import Schedule, create_schedule
@@ -22,13 +22,14 @@ def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequenc
     """Replay a saved schedule on an unmodified model.
 
     A ``.json`` file is data: it can call installed primitives and name objects of ``torch.nn``, nothing else. A ``.py`` file is
-    code that runs with the user's rights; it defines ``schedule(sch)``.
+    code that runs with the user's rights; it defines ``schedule(sch)``, or with slapo-tune ``schedule(sch, space)``.
 
     Args:
         model: The unmodified model.
         path: A file that ``sch.save`` wrote, or one written by hand.
         trust: Further modules whose classes and functions a ``.json`` file may import, e.g. ``["my_layers"]``.
-        **options: Arguments of ``create_schedule``.
+        **options: Arguments of ``create_schedule``, and ``config``: values of the symbols of a ``.py`` file whose schedule has
+            a space; default: the file's ``best``, else the default of each symbol.
 
     Raises:
         ScheduleError: unreadable, malformed, a step is refused, or an object is not trusted; names the file, and the line or
@@ -51,10 +52,11 @@ def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequenc
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise ScheduleError(f"cannot read the schedule {str(source)!r}: {err}") from err
+    config = options.pop("config", None)
     schedule = create_schedule(model, **options)
     try:
         if source.suffix == ".py":
-            _run_python(schedule, source, text)
+            _run_python(schedule, source, text, config)
         else:
             _run_json(schedule, source, text, trust)
     except BaseException:
@@ -78,9 +80,8 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
     for number, entry in enumerate(data["steps"], 1):
         with error_prefix(f"{place}: step {number}"):
             step = _parse_step(entry)
-            handle = schedule[step.path] if step.path else schedule
-            args = [decode(value, trust, schedule) for value in step.args]
-            handle.apply(step.name, *args, **{key: decode(value, trust, schedule) for key, value in step.kwargs.items()})
+            args, kwargs = decode([list(step.args), step.kwargs], trust, schedule)
+            schedule[step.path].apply(step.name, *args, **kwargs)
     if place != str(source):
         get_logger().warning("loaded %s", place)
 
@@ -93,12 +94,12 @@ def _parse_step(entry: Any) -> Step:
     return Step(entry["path"], entry["name"], tuple(entry["args"]), entry["kwargs"])
 
 
-def _run_python(schedule: Schedule, source: Path, text: str) -> None:
+def _run_python(schedule: Schedule, source: Path, text: str, config: Any) -> None:
     namespace: dict[str, Any] = {"__name__": f"slapo_schedule_{source.stem}", "__file__": str(source)}
     try:
         exec(compile(text, str(source), "exec"), namespace)  # noqa: S102 - a .py schedule is code the user asked to run
-        function = namespace.get("schedule")
-        if not callable(function):
+        bound = schedule._root.registry.hook.slapo_schedule_function(namespace=namespace, config=config)
+        if not callable(function := bound or namespace.get("schedule")):
             raise ScheduleError(f"{source}: defines no function 'schedule(sch)'")
         function(schedule)
     except SystemExit as err:
@@ -107,9 +108,8 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
         raise ScheduleError(f"{source}:{err.lineno}: {err.msg}") from err
     except Exception as err:
         lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(source)]
-        if not lines and isinstance(err, TypeError) and callable(namespace.get("schedule")):
-            raise ScheduleError(f"{source}: schedule() does not take one argument, the schedule: {err}") from err
-        if not lines:
+        if not lines and not (isinstance(err, TypeError) and callable(namespace.get("schedule"))):
             raise
-        kind = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
-        raise ScheduleError(f"{source}:{lines[-1]}: {kind}{err}") from err
+        place = f":{lines[-1]}" if lines else ": schedule() does not take one argument, the schedule"
+        with error_prefix(f"{source}{place}"):
+            raise

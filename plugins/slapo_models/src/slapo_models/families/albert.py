@@ -7,7 +7,9 @@ from typing import Any
 from slapo_core import Schedule
 
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
+from ..shared_steps.recomputation import checkpointed_blocks
+from ..shared_steps.stages import stage_end_blocks
+from ..shared_steps.transformer import base_model, blocks_of, take_steps
 
 _LACKS = {"disable_fuse_bias_gelu": "as the MLP is in the layer's own forward; call compile() on the blocks, which fuses it"}
 

@@ -7,7 +7,9 @@ from typing import Any
 from slapo_core import Schedule
 
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
+from ..shared_steps.recomputation import checkpointed_blocks
+from ..shared_steps.stages import stage_end_blocks
+from ..shared_steps.transformer import base_model, blocks_of, take_steps
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:
@@ -21,5 +23,4 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
     cuts = stage_end_blocks(sch, config, *lists)
     if config.pipeline_cuts and len(lists) > 1:
         cuts.append(base["encoder"])
-    recompute = [block for blocks in lists for block in checkpointed_blocks(sch, config, blocks)]
-    return take_steps(sch, config, recompute, cuts)
+    return take_steps(sch, config, checkpointed_blocks(sch, config, *lists), cuts)

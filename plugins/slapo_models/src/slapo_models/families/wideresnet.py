@@ -9,7 +9,9 @@ from typing import Any
 from slapo_core import Schedule
 
 from ..shared_steps.configuration import Configuration
-from ..shared_steps.transformer import base_model, blocks_of, checkpointed_blocks, stage_end_blocks, take_steps
+from ..shared_steps.recomputation import checkpointed_blocks
+from ..shared_steps.stages import stage_end_blocks
+from ..shared_steps.transformer import base_model, blocks_of, take_steps
 
 _LISTS = ("layer1", "layer2", "layer3", "layer4")
 _LACKS = {

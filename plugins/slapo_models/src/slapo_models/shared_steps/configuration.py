@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -28,7 +28,12 @@ class Configuration:
         ckpt_ratio: Share of the blocks that are recomputed, from 0 to 1.
         checkpoint_method: ``"uniform"`` spreads these blocks over the model, ``"head"`` takes the first ones.
         bcast_input: Whether the first rank of the tensor-parallel group broadcasts the inputs.
+        checkpoint: What is recomputed: a share of the blocks, as ``ckpt_ratio``; a list of numbers of blocks, counted over all
+            lists, or of paths; or a policy of ``checkpoint()`` for the blocks of ``ckpt_ratio``, by default all.
         pipeline_cuts: Blocks after which a stage ends; a list of such lists if the model has several lists of blocks.
+        pipeline_stages: Number of stages with parameters as even as possible, or paths of the modules after which a stage ends;
+            None without ``pipeline_cuts`` is one for each rank of the mesh's axis ``pp``.
+        tensor_parallel: Whether a group of several ranks splits the model.
         sequence_parallel: Whether activations between the sharded layers are split along the sequence.
         fp16: Whether parameters and buffers are converted to float16 first.
         bf16: Whether they are converted to bfloat16 first.
@@ -44,8 +49,11 @@ class Configuration:
     disable_fuse_bias_gelu: bool = True
     ckpt_ratio: float = 0.0
     checkpoint_method: str = "uniform"
+    checkpoint: Any = None
     bcast_input: bool = False
     pipeline_cuts: Sequence[Any] = ()
+    pipeline_stages: int | Sequence[str] | None = None
+    tensor_parallel: bool = True
     sequence_parallel: bool = False
     fp16: bool = False
     bf16: bool = False
@@ -71,10 +79,18 @@ class Configuration:
         given = {name: value for name, value in options.items() if value is not None}
         configuration = cls(key, **given)
         configuration._check_values(schedule)
+        configuration._check_steps(schedule)
+        if isinstance(configuration.checkpoint, Real):
+            configuration = replace(configuration, ckpt_ratio=float(configuration.checkpoint), checkpoint=None)
         for name, reason in {**_UNSUPPORTED, **lacks}.items():
             if getattr(configuration, name) != getattr(cls, name):
                 raise configuration.error(schedule, f"{name}={getattr(configuration, name)!r} cannot be served, {reason}")
         return configuration
+
+    @property
+    def lists_blocks(self) -> bool:
+        """True if ``checkpoint`` is a list of blocks."""
+        return isinstance(self.checkpoint, Sequence) and not isinstance(self.checkpoint, str)
 
     def error(self, schedule: Schedule, message: str) -> ScheduleError:
         """Return an error that names this schedule."""
@@ -103,6 +119,27 @@ class Configuration:
             message = f"attn_op_name={self.attn_op_name!r} says how to attend already; leave disable_flash_attn out"
             raise self.error(schedule, message)
         self._check_model_config(schedule)
+
+    def _check_steps(self, schedule: Schedule) -> None:
+        """Refuse values of ``checkpoint`` and ``pipeline_stages`` of another form, and two names for one thing."""
+        given, stages = self.checkpoint, self.pipeline_stages
+        is_ratio, is_list = isinstance(given, Real), self.lists_blocks
+        is_policy = given is None or isinstance(given, str) or callable(given)
+        if isinstance(given, bool) or not (is_ratio or is_list or is_policy):
+            raise self.error(schedule, f"checkpoint is {given!r}; give a share of the blocks, a list of blocks, or a policy")
+        if isinstance(given, Real) and not 0 <= float(given) <= 1:
+            raise self.error(schedule, f"checkpoint is {given!r}; give a share of the blocks from 0 to 1")
+        if self.ckpt_ratio and (is_ratio or is_list):
+            raise self.error(schedule, f"checkpoint={given!r} says what is recomputed already; leave ckpt_ratio out")
+        is_paths = (
+            isinstance(stages, Sequence) and not isinstance(stages, str) and all(isinstance(each, str) for each in stages)
+        )
+        if isinstance(stages, bool) or not (stages is None or is_paths or (isinstance(stages, int) and stages >= 1)):
+            raise self.error(schedule, f"pipeline_stages is {stages!r}; give the number of stages, or paths at which they end")
+        if stages is not None and self.pipeline_cuts:
+            raise self.error(schedule, "pipeline_stages and pipeline_cuts are both given; give one of them")
+        if self.sequence_parallel and not self.tensor_parallel:
+            raise self.error(schedule, "sequence_parallel=True needs tensor_parallel; leave tensor_parallel=False out")
 
     def _check_model_config(self, schedule: Schedule) -> None:
         """Refuse the config of another model: sizes are read from the modules, so it would silently have no effect."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -11,16 +13,26 @@ import torch
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import PipelineAction, StepFacts, StepModel
 
+from ..hardware import Hardware
 from ..measurement.stage_record import StageRecord
 from ..measurement.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
+from .engine_rank_memory import engine_rank_memory
 from .process_groups import group_name
 from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
+from .step_time import step_time
 
 
-def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **options: Any) -> Estimate:
+def estimate(
+    sch: Schedule,
+    batch: Mapping[str, Any],
+    target: str = "torch",
+    *,
+    hardware: str | PathLike[str] | Hardware | None = None,
+    **options: Any,
+) -> Estimate:
     """Estimate one training step of a schedule as it stands: the schedule does not change, and nothing is sent.
 
     Weights may be on meta, and the ranks of the mesh may be fake, see ``fake_ranks``. Activations are counted from a run of the
@@ -30,6 +42,7 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         sch: Any handle of the schedule.
         batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``.
         target: Name of an installed dialect.
+        hardware: Name or path of a hardware file, or a ``Hardware``, for seconds; None for none.
         **options: Options of ``build``, e.g. ``microbatches`` and ``precision``. ``optimizer`` is ``torch.optim.AdamW`` by
             default.
 
@@ -40,8 +53,9 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         UnknownNameError: no such target.
         ScheduleError: the target gives no facts about its steps, or the model does not run on fake tensors.
     """
-    options.setdefault("optimizer", torch.optim.AdamW)
     model = step_model(sch, target)
+    if (named := model.named_optimizer(options)) is None:
+        options.setdefault("optimizer", torch.optim.AdamW)
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -52,21 +66,32 @@ def estimate(sch: Schedule, batch: Mapping[str, Any], target: str = "torch", **o
         order = model.action_order(options, len(program.stages), layout["pp"], len(parts))
     except SlapoError as err:
         return Estimate(**about, problems=[str(err)])
-    planned = runner.plan(program, parts[0])
+    optimizer = named or optimizer_factory(options["optimizer"])
     split = {stage for row in order.values() for kind, stage, _ in row if kind == "I"}
-    records = stage_records(planned, runner, parts[0], optimizer_factory(options["optimizer"]), split)
+    with runner.weights():
+        planned = runner.plan(program, parts[0])
+        records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []
+    others: dict[int, list[CollectiveRecord]] = {}
     for rank in range(layout["pp"]):
         own = {index: records[index] for index in range(len(records)) if program.rank_of(index) == rank}
-        memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
+        if any(each.step is not None for each in own.values()):
+            memory = engine_rank_memory(own, order[rank], rules, len(parts), nbytes)
+        else:
+            memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
-        collectives += _collectives(program, rank, own, model.collectives(program, options, rank, facts), order[rank])
-    return Estimate(**about, ranks=ranks, collectives=collectives)
+        others[rank] = model.collectives(program, options, rank, facts)
+        collectives += _collectives(program, rank, own, others[rank], order[rank])
+    found = Estimate(**about, ranks=ranks, collectives=collectives, model_flops=_model_flops(program, records, order))
+    if hardware is None:
+        return found
+    cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
+    return replace(found, hardware=cluster, time=step_time(program, records, order, others, model, options, cluster))
 
 
 def step_model(sch: Schedule, target: str) -> type[StepModel]:
@@ -122,6 +147,16 @@ def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) 
     counts = Counter(map(id, (passes := [*_passes(records, order)])))
     flops = {id(work): sum(each.flops for each in work if isinstance(each, OperatorRecord)) for work in passes}
     return sum(flops[key] * count for key, count in counts.items())
+
+
+def _model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
+    """Return three times the operations of all forwards, over all ranks: those of a step without recomputation."""
+    forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
+    once = sum(
+        count * sum(each.flops for each in records[index].forward.work if isinstance(each, OperatorRecord))
+        for index, count in forwards.items()
+    )
+    return 3 * once * program.axis_size("dp") * program.axis_size("tp")
 
 
 def _collectives(

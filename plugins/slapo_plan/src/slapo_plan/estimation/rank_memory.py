@@ -29,9 +29,9 @@ class RankMemory:
     """Memory of a rank at the peak of a step, in bytes.
 
     Args:
-        kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients,
-            ``optimizer``, ``batch``, ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way),
-            ``activations`` (saved for backwards) and ``working`` (within one action).
+        kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients, ``optimizer``, ``batch``,
+            ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for
+            backwards) and ``working`` (within one action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
@@ -52,7 +52,7 @@ def rank_memory(
     rules: MemoryRules,
     microbatches: int,
     batch: int,
-    places: RankPlaces = RankPlaces(),
+    places: RankPlaces,
 ) -> RankMemory:
     """Return the memory of one rank at the peak of a step.
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ..hardware import Hardware
+from ..simulation import SimulatedStep
 from .rank_memory import RankMemory
 
-GIB = 2**30
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class Estimate:
         collectives: Collectives of each rank along ``pp``.
         problems: Reasons why the step cannot run, one sentence each.
         notes: What the estimate leaves out, one sentence each.
+        model_flops: Floating-point operations of a step over all ranks, recomputation not counted.
+        hardware: The cluster; None without one.
+        time: The replayed step on it; None without hardware.
     """
 
     model: str
@@ -72,6 +79,9 @@ class Estimate:
     collectives: Sequence[CollectiveTotal] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
+    model_flops: int = 0
+    hardware: Hardware | None = None
+    time: SimulatedStep | None = None
 
     @property
     def peak(self) -> int:
@@ -83,18 +93,46 @@ class Estimate:
         """Floating-point operations of a step over all ranks, recomputation included."""
         return sum(each.flops * each.count for each in self.ranks)
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of a step; None without hardware."""
+        return None if self.time is None else self.time.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak FLOP/s of all devices, recomputation not counted; None without hardware."""
+        if self.time is None or self.hardware is None or not self.time.seconds:
+            return None
+        ranks = sum(each.count for each in self.ranks)
+        peak = self.hardware.peak_flops(_DTYPES.get(str(self.settings.get("precision")), torch.float32))
+        return self.model_flops / (self.time.seconds * ranks * peak)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""
-        return {
+        found = {
             "model": self.model,
             "target": self.target,
             "layout": dict(self.layout),
             "settings": dict(self.settings),
             "ranks": [_rank_data(each, self) for each in self.ranks],
             "collectives": [vars(each) for each in self.collectives],
-            "flops": {"hardware": self.flops},
+            "flops": {"model": self.model_flops, "hardware": self.flops},
             "problems": [*self.problems],
             "notes": [*self.notes],
+        }
+        return found | self._time_data()
+
+    def _time_data(self) -> dict[str, Any]:
+        if self.time is None or self.hardware is None:
+            return {}
+        seconds = {"compute": self.time.computing, "communication": self.time.communicating, "bubble": self.time.waiting}
+        return {
+            "hardware": {"name": self.hardware.name, "memory_bytes": self.hardware.usable_bytes},
+            "step_seconds": self.time.seconds,
+            "mfu": self.mfu,
+            "bubble": self.time.bubble,
+            "seconds": seconds,
+            "timeline": self.time.timeline(),
         }
 
     def __str__(self) -> str:
@@ -109,7 +147,13 @@ class Estimate:
             yield f"cannot run: {problem}"
         if self.ranks:
             yield from _memory_table(self.ranks)
-            yield f"{self.flops / 1e12:.4g} TFLOP per step over all ranks"
+            yield f"{self.flops / 1e12:.4g} TFLOP per step over all ranks, {self.model_flops / 1e12:.4g} without recomputation"
+        if self.time is not None and self.hardware is not None:
+            limit = self.hardware.usable_bytes
+            fits = "fits" if self.peak <= limit else "does not fit"
+            yield f"{self.hardware.name}: {fits}, {_size(self.peak)} of {_size(limit)}"
+            parts = f"bubble {self.time.bubble:.1%}, MFU {self.mfu:.1%}"
+            yield f"step of {self.time.seconds:.4g} s, {parts}, {self.time.communicating:.3g} s of exposed communication"
         for each in self.collectives:
             yield f"pp rank {each.rank}: {each.count} x {each.kind} over {each.axis} of {_size(each.nbytes)}"
         for note in self.notes:

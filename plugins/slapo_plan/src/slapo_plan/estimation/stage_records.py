@@ -12,6 +12,7 @@ import torch
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
+from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
@@ -25,6 +26,7 @@ def stage_records(
     part: Mapping[str, Any],
     optimizer: OptimizerFactory | None,
     split: Collection[int] = (),
+    microbatches: int = 1,
 ) -> list[StageRecord]:
     """Run one micro-batch through the stages of a program.
 
@@ -36,12 +38,16 @@ def stage_records(
         part: The micro-batch.
         optimizer: Makes the optimizer.
         split: Indices of the stages whose backwards are split in two.
+        microbatches: Number of micro-batches of a step.
     """
+    engine = runner.memory(optimizer)
 
     def record(index: int) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
+        if engine is not None:
+            return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
         try:
             held = runner.parameters(program, index)
             return run_stage(program.stages[index], part, forward, optimizer, held, index in split)

@@ -87,7 +87,8 @@ def _facts(module: nn.Module) -> Hashable:
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     called = [hook for table in tables for hook in table.values()]
     own = own_forward(module)
-    return (type(module), *_settings(vars(module)), *tensors, *map(_code, [own, *forward_wrappers(module), *called]))
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return (kind, *_settings(vars(module)), *tensors, *map(_code, [own, *forward_wrappers(module), *called]))
 
 
 def _code(called: object) -> Hashable:

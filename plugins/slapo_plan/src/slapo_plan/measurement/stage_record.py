@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from slapo_training import GradientSize
 
@@ -32,6 +33,10 @@ class StageRecord:
         numbers: Number of elements of parameters between steps.
         arrivals: Gradients of parameters in the order in which a backward finishes them, then those of unused parameters.
         unused: Number of trainable parameters without a gradient.
+        last_backward: With an engine's own tensors: the backward of a step's last micro-batch, and the reductions behind it.
+        step: With these: a step of the optimizer, whose state exists; ``optimizer`` and ``gradients`` are then empty.
+        held: Bytes of these tensors between steps, by kind.
+        freed: Bytes of them that are freed as a step begins.
     """
 
     begin: PassRecord
@@ -52,6 +57,10 @@ class StageRecord:
     numbers: int
     arrivals: tuple[GradientSize, ...] = ()
     unused: int = 0
+    last_backward: PassRecord | None = None
+    step: PassRecord | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    freed: int = 0
 
     @property
     def gradient_growth(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -53,7 +54,9 @@ def run_stage(
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed(runs):
         sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
-        with sandbox.open(grad=True):
+        with sandbox.open(grad=True), warnings.catch_warnings():
+            # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
             run = _StageRun(stage, part, forward, sandbox, runs, held)
             try:
                 return run.record(optimizer, splits, *sizes)

@@ -34,6 +34,12 @@ class StorageTracker:
             if isinstance(value, torch.Tensor) and value.layout is torch.strided and has_own_memory(value):
                 self._add_storage(value.untyped_storage())
 
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Never count the storages of some tensors, nor of their views."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage_key(storage)] = weakref.ref(storage), 0
+
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage_key(storage), storage.nbytes()
         if key in self._known or not size:
@@ -88,7 +94,7 @@ def resizes_noted(tracker: StorageTracker) -> Iterator[None]:
         tracker.note_resize(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

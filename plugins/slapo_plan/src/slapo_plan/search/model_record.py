@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -108,35 +108,34 @@ def trimmed_copy(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[Block
 
 
 def record_model(
-    schedule: Schedule, part: Mapping[str, Any], forward: Forward, optimizer: Any, lists: list[tuple[BlockRun, list[str]]]
-) -> ModelRecord:
-    """Run two micro-batches through a trimmed model on fake tensors, and cut what they record at the borders of its blocks.
+    schedule: Schedule,
+    parts: Sequence[Mapping[str, Any]],
+    forward: Forward,
+    optimizer: Any,
+    lists: list[tuple[BlockRun, list[str]]],
+) -> list[ModelRecord]:
+    """Run micro-batches through a trimmed model on fake tensors, and cut what they record at the borders of its blocks.
 
     Args:
         schedule: Schedule of the copy of ``trimmed_copy``.
-        part: Arguments of one micro-batch.
+        parts: Arguments of each micro-batch that is recorded.
         forward: Calls the model as its engine does, and returns the loss.
         optimizer: Factory of the optimizer.
         lists: Runs of the unmodified model, as ``trimmed_copy`` gave them.
     """
     root = schedule.root_module
-    sandbox = Sandbox(root, part, fake=True, keeps_values=True)
+    sandbox = Sandbox(root, parts[0], fake=True, keeps_values=True)
     with sandbox.open(grad=True):
-        return _Recording(root, part, forward, optimizer, lists).record()
+        recording = _Recording(root, forward, optimizer, lists)
+        recording.run(parts[0])  # its backward allocates the gradients
+        return [recording.record(part) for part in parts]
 
 
 class _Recording:
-    def __init__(
-        self,
-        root: nn.Module,
-        part: Mapping[str, Any],
-        forward: Forward,
-        optimizer: Any,
-        lists: list[tuple[BlockRun, list[str]]],
-    ) -> None:
-        self.root, self.part, self.forward, self.optimizer, self.lists = root, part, forward, optimizer, lists
+    def __init__(self, root: nn.Module, forward: Forward, optimizer: Any, lists: list[tuple[BlockRun, list[str]]]) -> None:
+        self.root, self.forward, self.optimizer, self.lists = root, forward, optimizer, lists
         self.recorder = RunRecorder()
-        self.recorder.memory.add([[*root.parameters()], [*root.buffers()], [*part.values()]])
+        self.recorder.memory.add([[*root.parameters()], [*root.buffers()]])
         modules = dict(root.named_modules())
         self.kept: dict[str, nn.Module] = {}
         self.copies: dict[str, list[str]] = {}  # measured block: paths in the unmodified model that it stands for
@@ -151,9 +150,9 @@ class _Recording:
         self.users: dict[int, set[str]] = {}
         self.order: list[str] = []
 
-    def record(self) -> ModelRecord:
-        self._microbatch()
-        forward, backward = self._microbatch()
+    def record(self, part: Mapping[str, Any]) -> ModelRecord:
+        self.recorder.memory.add([*part.values()])
+        forward, backward = self.run(part)
         forwards, backwards = self._by_part(forward, False), self._by_part(backward, True)
         own = self._parameters()
         made = {name: self._part(name, forwards, backwards, own) for name in ("", *self.order, "behind")}
@@ -161,7 +160,8 @@ class _Recording:
         paths, parts = zip(*blocks, strict=True) if blocks else ((), ())
         return ModelRecord(made[""], parts, made["behind"], paths)
 
-    def _microbatch(self) -> tuple[Segments, Segments]:
+    def run(self, part: Mapping[str, Any]) -> tuple[Segments, Segments]:
+        """Run one micro-batch; return the segments of its forward and its backward."""
         held: list[torch.Tensor] = []
         with ExitStack() as hooks, self.recorder, SegmentMarks(self.recorder, self.kept) as marks:
             self.order, self.begun = [], set[str]()
@@ -171,7 +171,7 @@ class _Recording:
                 if path in self.kept:
                     after = module.register_forward_hook(lambda each, _, result, path=path: self._leave(path, result))
                     hooks.callback(after.remove)
-            forward = marks.measure(lambda: held.append(self.forward(self.part)))
+            forward = marks.measure(lambda: held.append(self.forward(part)))
             backward = marks.measure(lambda: held.pop().backward())  # type: ignore[no-untyped-call]
         return forward, backward
 

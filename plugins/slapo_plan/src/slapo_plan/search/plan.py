@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import BuildPlan, ScheduleError, SlapoError, create_schedule
+from slapo_core import BuildPlan, ScheduleError, SlapoError, create_schedule, get_logger
 
 from ..estimation.estimate import estimate, optimizer_factory, step_model
 from ..estimation.result import Estimate
@@ -33,14 +35,14 @@ class Plan:
         candidates: Layouts that fit, by predicted step time.
         rejected: Layouts that do not, with reasons.
         hardware: The cluster.
-        notes: What was found while the best was checked.
+        notes: What a schedule leaves whole, and the exact memory of the best.
     """
 
     candidates: list[Candidate]
     rejected: list[Rejection]
     hardware: Hardware
     notes: list[str] = field(default_factory=list)
-    _source: Any = None
+    _source: _Source | None = None
 
     @property
     def best(self) -> Candidate:
@@ -81,6 +83,7 @@ class Plan:
 
     def estimate(self, candidate: Candidate | None = None) -> Estimate:
         """Return the estimate of a candidate's real schedule, by default the best: exact in memory and traffic."""
+        assert self._source is not None
         return self._source.estimate(candidate or self.best)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,14 +166,16 @@ class _Source:
         self.options = {"optimizer": torch.optim.AdamW, **options}
         self.shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
         self._records: dict[tuple[int, bool], tuple[ModelRecord, ModelRecord] | str] = {}
-        self._by_rows: dict[tuple[int, bool, int], ModelRecord] = {}
+        self.notes: list[str] = []
+        self._by_rows: dict[tuple[int, bool], dict[int, ModelRecord]] = {}
 
     def search(self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]) -> Plan:
         with trimmed_copy(self.model) as (_, runs):
             blocks = sum(len(paths) for _, paths in runs)
         space = LayoutSpace(ranks, global_batch, blocks, self.hardware.devices_per_node, constraints)
         seconds = PartSeconds(self.hardware)
-        candidates, rejected = [], space.rejected
+        candidates: list[Candidate] = []
+        rejected = space.rejected
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         for tp in space.degrees():
             for layout in space.layouts(tp):
@@ -180,16 +185,21 @@ class _Source:
                     rejected += [reason] if reason not in rejected else []
                     continue
                 result = candidate_of(record, layout, seconds, self.shown, dtype)
-                (candidates if isinstance(result, Candidate) else rejected).append(result)  # type: ignore[arg-type]
+                if isinstance(result, Candidate):
+                    candidates.append(result)
+                else:
+                    rejected.append(result)
         candidates.sort(key=lambda each: each.step_seconds)
-        return Plan(candidates, rejected, self.hardware, _source=self)
+        return Plan(candidates, rejected, self.hardware, [*dict.fromkeys(self.notes)], _source=self)
 
     def record(self, layout: Layout) -> ModelRecord | str:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured."""
         key = layout.tp, layout.sequence_parallel
         if key not in self._records:
             try:
-                self._records[key] = self._measure(*key, rows=1), self._measure(*key, rows=2)
+                with _held_messages() as held:
+                    self._records[key] = self._measure(*key)
+                self.notes += [f"tp={layout.tp}: {message}" for message in held]
             except SlapoError as err:
                 if key == (1, False):
                     raise
@@ -197,12 +207,14 @@ class _Source:
         pair = self._records[key]
         if isinstance(pair, str):
             return pair
-        if (*key, layout.rows) not in self._by_rows:
-            self._by_rows[(*key, layout.rows)] = pair[0].at(layout.rows, pair[1], 2)
-        return self._by_rows[(*key, layout.rows)]
+        of_rows = self._by_rows.setdefault(key, {})
+        if layout.rows not in of_rows:
+            of_rows[layout.rows] = pair[0].at(layout.rows, pair[1], 2)
+        return of_rows[layout.rows]
 
-    def _measure(self, tp: int, sequence_parallel: bool, rows: int) -> ModelRecord:
-        batch = _with_rows(self.batch, rows)
+    def _measure(self, tp: int, sequence_parallel: bool) -> tuple[ModelRecord, ModelRecord]:
+        """Return the model for one row and for two."""
+        batch = _with_rows(self.batch, 1)
         options = {**self.options, "microbatches": 1, "check": False}
         with trimmed_copy(self.model) as (model, runs), fake_ranks(tp=tp) as mesh:
             sch = create_schedule(model, mesh=mesh, example_inputs=batch)
@@ -210,10 +222,11 @@ class _Source:
                 sch.tensor_parallel(**({"sequence_parallel": True} if sequence_parallel else {}))
             program = BuildPlan.of(sch, self.target, **options).program
             runner = step_model(sch, self.target).stage_runner(program, options)
-            part = runner.split(batch)[0]
             factory = optimizer_factory(self.options["optimizer"])
+            parts = [runner.split(_with_rows(self.batch, rows))[0] for rows in (1, 2)]
             try:
-                return record_model(sch, part, lambda given: runner.run(program, 0, (), dict(given)), factory, runs)
+                one, two = record_model(sch, parts, lambda given: runner.run(program, 0, (), dict(given)), factory, runs)
+                return one, two
             except SlapoError:
                 raise
             except Exception as err:  # the model's code and fake tensors may raise anything
@@ -223,7 +236,7 @@ class _Source:
     def estimate(self, candidate: Candidate) -> Estimate:
         layout = candidate.layout
         batch = _with_rows(self.batch, layout.rows * layout.microbatches)
-        with fake_ranks(pp=layout.pp, dp=layout.dp, tp=layout.tp) as mesh:
+        with _held_messages(), fake_ranks(pp=layout.pp, dp=layout.dp, tp=layout.tp) as mesh:
             model = copy.deepcopy(self.model)
             sch = create_schedule(model, mesh=mesh, example_inputs=_with_rows(self.batch, layout.rows))
             candidate.apply(sch)
@@ -249,6 +262,24 @@ class _Source:
             assert exact is not None
             found.notes.append(f"estimated the schedule of {best.layout}: {exact.peak / 2**30:.2f} GiB on the fullest rank")
             checked += 1
+
+
+@contextmanager
+def _held_messages() -> Iterator[list[str]]:
+    """Keep Slapo's messages from the log in a block; yield its warnings."""
+    found: list[str] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            found.append(record.getMessage())
+        return False
+
+    logger = get_logger()
+    logger.addFilter(hold)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(hold)
 
 
 def _with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -278,8 +309,8 @@ def _advantage(best: Candidate, other: Candidate) -> str:
 
 
 def _passes(candidate: Candidate) -> float:
-    stages: Sequence[Any] = candidate.stages
-    return candidate.layout.microbatches * sum(each.forward + each.backward for each in stages) / len(stages)
+    seconds = sum(each.forward + each.backward for each in candidate.stages)
+    return candidate.layout.microbatches * seconds / len(candidate.stages)
 
 
 def _after(candidate: Candidate) -> float:

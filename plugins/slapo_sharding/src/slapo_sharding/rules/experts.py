@@ -79,4 +79,15 @@ def _rules() -> Iterator[ShardingRule]:
         yield ShardingRule("stack of experts", _matcher_of(transposed, packed), (cut,), _refuse)
 
 
-RULES = tuple(_rules())
+def _is_llama4(module: nn.Module) -> bool:
+    """Return whether a module is the experts of Llama 4, which have no flags; compared by name."""
+    cls = type(module)
+    return cls.__name__ == "Llama4TextExperts" and cls.__module__ == "transformers.models.llama4.modeling_llama4"
+
+
+_LLAMA4 = Cut(
+    *({"gate_up_proj": 2, "down_proj": 1}, "replicated", "partial", ("expert_dim", "intermediate_size")),
+    fusable=False,
+    parts={"gate_up_proj": 2},
+)
+RULES = (*_rules(), ShardingRule("Llama 4's stack of experts", _is_llama4, (_LLAMA4,)))

@@ -1,4 +1,4 @@
-"""Rules for Linear, Embedding and Transformers' Conv1D.
+"""Rules for Linear and Transformers' Conv1D.
 
 Subclasses of Linear whose own forward computes the same, such as Falcon's, are found by a numeric probe. It runs the forward on
 random numbers, with no attributes but weight, bias and mode. The forward may only transpose, multiply and add. Its result is
@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import as_layer
 
-from .sharding_rule import Cut, ShardingRule, applied_cut, computes_as, split_of
+from .embeddings import EMBEDDING
+from .sharding_rule import Cut, ShardingRule, computes_as
 
 _POLYNOMIAL = {
     *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),
@@ -121,51 +122,6 @@ def conv1d_without_bias(module: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, module.weight)
 
 
-def vocabulary_lookup(module: Any, input: torch.Tensor) -> torch.Tensor:
-    """Forward of a vocabulary-parallel Embedding: rows that this rank owns, and zeros for rows of other ranks.
-
-    An index outside the whole vocabulary stays outside, so that it fails on every rank as in the unmodified module.
-    """
-    applied = applied_cut(module)
-    assert applied is not None
-    spec = applied.spec
-    ((start, stop),) = spec.ranges()
-    owned = (input >= start) & (input < stop)
-    elsewhere = ~owned & (input >= 0) & (input < spec.full_shape[0])
-    padding = module.padding_idx
-    local_padding = padding - start if padding is not None and start <= padding < stop else None
-    rows = F.embedding((input - start).masked_fill(elsewhere, 0), module.weight, local_padding)
-    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-
-
-def with_global_ids(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the result of a function before the module, with local ids replaced by global ones.
-
-    The classic function masks the ids of other ranks and counts its own from 0. The sharded embedding takes global ids, and
-    returns zeros for the ids of other ranks.
-    """
-    applied = split_of(module)
-    if applied is None or (applied.cut.input, applied.cut.output) != ("indices", "partial") or not (given and found):
-        return found
-    before, after = given[0], found[0]
-    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)) or before.shape != after.shape:
-        return found
-    ((start, stop),) = applied.spec.ranges()
-    owned = (before >= start) & (before < stop)
-    is_local = start > 0 and bool(owned.any()) and torch.equal(after[owned], before[owned] - start)
-    return (after + start, *found[1:]) if is_local else found
-
-
-def _refuse_embedding(module: nn.Module, cut: Cut) -> str | None:
-    if module.sparse:
-        return "sparse gradients cannot be sharded; use sparse=False"
-    if module.max_norm is not None:
-        return f"max_norm={module.max_norm} rescales whole rows in place; use max_norm=None"
-    if module.scale_grad_by_freq and cut.dims["weight"] == 0:
-        return "scale_grad_by_freq counts indices of other ranks; use scale_grad_by_freq=False or axis 1"
-    return None
-
-
 LINEAR = ShardingRule(
     "Linear",
     is_linear,
@@ -179,15 +135,7 @@ RULES = (
     # an activation needs the reduced sum, so such a layer is split along its output alone
     ShardingRule("LinearWithAct", lambda each: is_linear_of_op(each) and hasattr(each, "activation"), LINEAR.cuts[:1]),
     ShardingRule("LinearWithSeparateBias", is_linear_of_op, LINEAR.cuts),
-    ShardingRule(
-        "Embedding",
-        lambda module: computes_as(module, nn.Embedding),
-        (
-            Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False, uneven=True),
-            Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",), uneven=True),
-        ),
-        _refuse_embedding,
-    ),
+    EMBEDDING,
     ShardingRule(
         "Transformers Conv1D",
         is_conv1d,

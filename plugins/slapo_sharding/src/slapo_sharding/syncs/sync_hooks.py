@@ -22,7 +22,7 @@ from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
 from ..communication._torch_private import with_values
-from ..rules.layers import with_global_ids
+from ..rules.embeddings import with_global_ids
 from ..rules.sharding_rule import AppliedCut, applied_cut
 from . import overlapped_reduction
 from .overlapped_reduction import SharedGradientReduction

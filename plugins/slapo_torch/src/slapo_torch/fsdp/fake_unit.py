@@ -151,7 +151,8 @@ class FakeShards(StageParameters):
     def bind(self, module: nn.Module, originals: Mapping[int, torch.Tensor]) -> None:
         self.whole = [*module.parameters()]
         paths = {id(part): path for path, part in module.named_modules()}
-        units, running = [], []
+        units: list[FakeUnit] = []
+        running: list[FakeUnit] = []
         for path, ids in self._assigned.items():
             if some := [each for each in self.whole if id(originals[id(each)]) in ids]:
                 runs = path in self._modules

@@ -96,4 +96,6 @@ class ExactStage(PipelineStage):
         if not self.is_last:  # the runtime calls detach_() on outputs, which views refuse
             given = tuple(output.clone() if output._is_view() else output for output in given)
             self.fwd_cache[microbatch] = (given, received)
-        return can_split_backward((loss,) if self.is_last else given, [each for each in received if isinstance(each, torch.Tensor)])
+        return can_split_backward(
+            (loss,) if self.is_last else given, [each for each in received if isinstance(each, torch.Tensor)]
+        )

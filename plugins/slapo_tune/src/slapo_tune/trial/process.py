@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -121,6 +123,20 @@ def check_variables(values: Mapping[str, Any]) -> None:
             raise TuneError(f"symbol({name!r}): neither arguments nor the environment of a program can hold {str(value)!r}")
 
 
+def script_program(script: str) -> tuple[str, ...]:
+    """Return what starts a script: Python's are started by this Python, other programs by themselves.
+
+    Raises:
+        TuneError: there is no such file or program.
+    """
+    if Path(script).is_file():
+        runs_alone = not script.endswith(".py") and os.access(script, os.X_OK)
+        return (os.path.abspath(script),) if runs_alone else (sys.executable, script)
+    if os.sep not in script and (found := shutil.which(script)):
+        return (found,)
+    raise TuneError(f"tune({script!r}): no such file or program; give the training script behind the tuner's own flags")
+
+
 POLL_SECONDS = 0.05
 
 OUTPUT_BYTES = 16 * 2**20
@@ -151,16 +167,21 @@ class TrialOutput:
 
 
 def run_trial(
-    command: Sequence[str], values: Mapping[str, Any], timeout: float | None, interruption: Interruption
+    command: Sequence[str],
+    values: Mapping[str, Any],
+    timeout: float | None,
+    interruption: Interruption,
+    extra_variables: Mapping[str, str] | None = None,
 ) -> TrialOutput | None:
     """Run a command in a session of its own, end every process that it started, and return the output.
 
     After an interruption that is None.
 
-    The symbols' values are for its environment; ``timeout`` is in seconds; ``interruption`` ends the trial, too.
+    The symbols' values are for its environment, and ``extra_variables`` too; ``timeout`` is in seconds; ``interruption`` ends
+    the trial, too.
     """
     mark = uuid.uuid4().hex
-    environment = trial_environment(values, mark)
+    environment = {**trial_environment(values, mark), **(extra_variables or {})}
     with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +24,7 @@ from ..dry_run.layout_records import LayoutError, LayoutRecords
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import calls_by_path
 from ..dry_run.parallel_branches import Branches
+from ..dry_run.sharded_fills import ShardedFill, fills_to_shard, upstream_of
 from ..dry_run.split_specs import LayerSplit, ParameterSplit, fused_sizes, next_split
 from ..local_sizes.adapted_modules import is_inside
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits, mixed_parameters
@@ -113,7 +113,7 @@ class LayerSearch:
         self.shared: set[str] = set()
         self.reduced_per_use: set[str] = set()
         self.all_tables = frozenset(self.tables)
-        self.sharded_fills: dict[fx.Node, int] = {}
+        self.sharded_fills: dict[fx.Node, ShardedFill] = {}
         self.tried: set[fx.Node] = set()
         self.adapted_nodes: set[fx.Node] = set()
         # layers at fault, to those left whole instead
@@ -126,6 +126,8 @@ class LayerSearch:
             parameters = {name: splits[0] for name, splits in self.options.items()}
             for each in self.branches:
                 parameters |= each.splits(self.mesh.size())
+            kept = {*self.candidates, *parameters}
+            self.sharded_fills = {node: fill for node, fill in self.sharded_fills.items() if fill.sources <= kept}
             layouts = Layouts(
                 *(self.traced, self.mesh, self.candidates, self.sharded_fills, self.is_layer, self.replicated_modules),
                 adapted_nodes=self.adapted_nodes,
@@ -163,14 +165,13 @@ class LayerSearch:
             self.sharded_fills.clear()
             return
         whole = [other for other in err.node.all_input_nodes if other not in err.layouts.sources]
-        upstream = _upstream(whole)
+        upstream = upstream_of(whole)
         tables = {str(node.target) for node in upstream if node.op == "call_module"} & self.tables
         if tables and not err.sources & self.tables:
             self.candidates.update(dict.fromkeys(sorted(tables), LayerSplit("sharded")))
             self.tables -= tables
             return
-        sizes, fills = err.sharded_sizes(), (node for node in upstream if node.target in _FILLS)
-        filled = {node: dim for node in fills for dim, size in enumerate(node.meta["val"].shape) if size in sizes}
+        filled = fills_to_shard(err)
         if filled.keys() - self.tried:
             self.sharded_fills.update(filled)
             self.tried |= filled.keys()
@@ -314,18 +315,7 @@ def _can_adapt(node: fx.Node, layouts: LayoutRecords, of_layers: bool) -> bool:
     return all(may_cut(layouts, other, of_layers) for other in whole)
 
 
-def _upstream(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that values are computed from, up to and with the first modules."""
-    found = list(nodes)
-    for node in found:
-        if node.op != "call_module":
-            found += [more for more in node.all_input_nodes if more not in found]
-    return found
-
-
 _ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum")
-
-_FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
 
 
 def _position(path: str) -> str:

@@ -130,14 +130,22 @@ def needs_statistics(layouts: LayoutRecords, n: fx.Node) -> bool:
 
 
 def may_cut(layouts: LayoutRecords, node: fx.Node, of_layers: bool = True) -> bool:
-    """Return whether a whole value may be cut: a parameter, a constant, or a value that only reductions lead to.
+    """Return whether a whole value may be cut: a parameter, a constant, a repeated value, or one that only reductions lead to.
 
     With ``of_layers``, the reduced outputs of row-parallel layers count as reductions.
     """
     is_given = layouts.cuts_inputs and _derives_from_argument(node)
     if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.replicated_parts:
         return True
+    if not layouts.cuts_only and _is_repeated(node):
+        return True
     return not layouts.cuts_only and _derives_from_reductions(layouts, node, of_layers)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Return whether a node repeats one value for all heads, such as a rotated key. The gradient is reduced before that."""
+    value = node.meta.get("val")
+    return function_name(node) == "expand" and isinstance(value, torch.Tensor) and 0 in value.stride()
 
 
 def _derives_from_argument(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from slapo_tracing.nodes import function_name
 from .function_probe import check_on_random_shards, is_autograd_function, probe_operator
 from .node_values import as_meta, run_by_heads
 from .parallel_branches import Branches
+from .sharded_fills import ShardedFill
 from .split_specs import LayerSplit, ParameterSplit
 
 NOT_DIVISIBLE = "not divisible by"
@@ -53,7 +54,7 @@ class LayoutRecords(fx.Interpreter):
         graph_module: Traced module, or the module that ``graph`` belongs to. Its layers are whole.
         mesh: Tensor-parallel group as a mesh of one dimension.
         candidates: Path of a layer to its split if its input is replicated. Other layers stay whole then.
-        sharded_fills: Nodes that fill a tensor with one number, to the dimension along which each rank makes its shard only.
+        sharded_fills: Nodes that make a tensor without data of a shard, such as zeros, to how each rank makes its shard only.
         is_layer: Returns whether a module can be split, or with a second argument whether its output can be ``"sharded"``,
             ``"partial"`` or ``"kept"``.
         replicated_modules: Modules that are never split.
@@ -98,7 +99,7 @@ class LayoutRecords(fx.Interpreter):
         graph_module: nn.Module,
         mesh: DeviceMesh,
         candidates: Mapping[str, LayerSplit],
-        sharded_fills: Mapping[fx.Node, int],
+        sharded_fills: Mapping[fx.Node, ShardedFill],
         is_layer: Any,
         replicated_modules: Collection[nn.Module] = (),
         graph: fx.Graph | None = None,

@@ -68,6 +68,8 @@ class Layouts(LayoutRecords):
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
         if n in self.branch_of or n in self.joint_branches:
             return self._branch_node(n, args, kwargs)
+        if n in self.sharded_fills:
+            return self._sharded_fill(n, args, kwargs)
         is_sharded = any(True for _ in _sharded_leaves((args, kwargs)))
         if not is_sharded and self.replicated_parts.isdisjoint(n.all_input_nodes):
             return self._replicated_node(n, args, kwargs)
@@ -143,12 +145,6 @@ class Layouts(LayoutRecords):
         if given is not None and given.owner is None:
             return self._sharded_parameter(n, given)
         if isinstance(known := n.meta.get("val"), torch.Tensor):
-            if n in self.sharded_fills:
-                self.sources[n] = frozenset()
-                self.sizes_to_divide[n] = (known.shape[self.sharded_fills[n]],)
-                value = self.shard(as_meta(known), self.sharded_fills[n])
-                record_divided_arguments(self, n, (args, kwargs), value.to_local().shape)
-                return self._record_value(n, value)
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
@@ -162,6 +158,19 @@ class Layouts(LayoutRecords):
             self.data_dependent_nodes.append(n)
             return UnknownObject()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
+
+    def _sharded_fill(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Return a tensor that repeats one number, or is still empty, as a shard."""
+        known, fill = n.meta["val"], self.sharded_fills[n]
+        self.sources[n] = fill.sources
+        self.sizes_to_divide[n] = (known.shape[fill.dim],)
+        try:
+            value = self.shard(as_meta(known), fill.dim)
+        except ValueError as err:
+            raise LayoutError(self, n, str(err)) from err
+        local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        record_divided_arguments(self, n, local, value.to_local().shape)
+        return self._record_value(n, value)
 
     def _sharded_parameter(self, n: fx.Node, split: ParameterSplit) -> DTensor:
         self.sources[n] = frozenset((str(n.target),))

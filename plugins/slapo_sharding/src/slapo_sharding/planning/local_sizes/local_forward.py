@@ -27,6 +27,7 @@ from ...rules.parametrizations import no_parametrization_in_forward
 from ..dry_run.layout_records import LayoutError
 from ..dry_run.layouts import Layouts
 from ..dry_run.parallel_branches import Branches, find_branches
+from ..dry_run.sharded_fills import ShardedFill, fills_to_shard
 from ..dry_run.size_arguments import leaves
 from ..dry_run.split_specs import LayerSplit, ParameterSplit
 from .graph_division import divide_graph, without_prototypes
@@ -249,18 +250,26 @@ class LocalForward(Hidden):
         kept = [split is not None and split.output == "kept" for split in plan.splits.values()]
         keeps = {id(whole.get_submodule(path)) for path, each in zip(plan.splits, kept, strict=True) if each}
         is_layer: Callable[..., bool] = lambda module, way="": id(module) in (keeps if way == "kept" else layers)  # noqa: E731
-        layouts = Layouts(
-            *(whole, fake_mesh(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
-            returns_shards=True,
-            parameters=plan.parameters,
-            shared=plan.shared,
-            cuts_inputs=plan.cuts_inputs,
-            branches=self._planned_branches(graph, whole),
-            reduced_per_use=plan.reduced_per_use,
-        )
-        layouts.check()
-        self._check_results(layouts)
-        return layouts
+        fills = dict[fx.Node, ShardedFill]()
+        while True:
+            layouts = Layouts(
+                *(whole, fake_mesh(plan.ranks), candidates, fills, is_layer, left, graph, adapted),
+                returns_shards=True,
+                parameters=plan.parameters,
+                shared=plan.shared,
+                cuts_inputs=plan.cuts_inputs,
+                branches=self._planned_branches(graph, whole),
+                reduced_per_use=plan.reduced_per_use,
+            )
+            try:
+                layouts.check()
+            except LayoutError as err:
+                if (more := fills_to_shard(err)).keys() <= fills.keys():
+                    raise
+                fills |= more
+            else:
+                self._check_results(layouts)
+                return layouts
 
     def _planned_branches(self, graph: fx.Graph, whole: nn.Module) -> list[Branches]:
         """Return the branches that ranks run some each, as planned; raise ``TraceError`` if the graph has others."""

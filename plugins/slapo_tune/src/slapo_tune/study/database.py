@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .search_space.symbol import TuneError
+from ..search_space.symbol import TuneError
 
 
 class Database:
@@ -52,12 +52,32 @@ class Database:
         if not isinstance(key, str):
             raise TuneError(f"commit({key!r}): the key is a {type(key).__name__}; give a str, as of Space.cfg_dict_to_str")
         data = json_data(data, f"commit({key!r})")
+        self._update(key, lambda _: data)
+
+    def append(self, key: str, items: Sequence[Any]) -> None:
+        """Append items to the list of an entry, which is made if need be, and update the DB file.
+
+        Raises:
+            TuneError: as for :meth:`commit`, or the entry is no list.
+        """
+        data = json_data(list(items), f"append({key!r})")
+
+        def with_items(known: Any) -> list[Any]:
+            if not isinstance(known, (list, type(None))):
+                raise TuneError(f"database({self._name}): entry {key!r} is no list; {_MEND}")
+            return [*(known or ()), *data]
+
+        self._update(key, with_items)
+
+    def _update(self, key: str, change: Callable[[Any], Any]) -> None:
+        """Replace an entry by what ``change`` makes of it; other processes see the entry before or after."""
         if self.db_file_name is None:
-            self.db[key] = data
+            self.db[key] = change(self.db.get(key))
             return
         try:
             with self._file_lock():
-                merged = {**self.db, **self._read(), key: data}
+                merged = {**self.db, **self._read()}
+                merged[key] = change(merged.get(key))
                 self._write(json.dumps(merged, indent=2).encode())
         except OSError as err:
             raise TuneError(f"database({self._name}): it cannot be written: {err}; choose another file") from err

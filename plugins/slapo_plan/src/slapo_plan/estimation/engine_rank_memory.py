@@ -1,0 +1,81 @@
+"""Memory of one rank of an engine that keeps tensors of its own beside the stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from slapo_training import MemoryRules, PipelineAction
+
+from ..measurement.segments import PassRecord
+from ..measurement.stage_record import StageRecord
+from .rank_memory import RankMemory
+
+
+def engine_rank_memory(
+    records: Mapping[int, StageRecord], order: Sequence[PipelineAction], rules: MemoryRules, microbatches: int, batch: int
+) -> RankMemory:
+    """Return the memory of one rank at the peak of a step; arguments as of ``rank_memory``.
+
+    The records have ``step``.
+    """
+    stages = records.values()
+    kept = sum(each.received + each.sent_back for each in stages if not each.sent)
+    kept_losses = min(rules.kept_losses, microbatches)
+    fixed = sum(each.received + each.sent for each in stages) * rules.fixed_buffers
+    kinds = {
+        "parameters": sum(each.parameters for each in stages),
+        "buffers": sum(each.buffers for each in stages),
+        **{kind: sum(each.held.get(kind, 0) for each in stages) for kind in ("gradients", "buckets", "optimizer")},
+        "batch": batch,
+        "messages": fixed + kept * kept_losses,
+        "activations": 0,
+    }
+    step = _EngineStep(kinds, rules, microbatches)
+    step.peak(0, "between steps")
+    held = sum(kinds.values())
+    step.now["gradients"] -= sum(each.freed for each in stages)
+    step.now["messages"] -= kept * (kept_losses > 0)  # the loss of a micro-batch takes the place of an earlier one
+    for action in order:
+        stage = f", stage {action.stage}" if len(records) > 1 else ""
+        step.run(action, records[action.stage], f"micro-batch {action.microbatch}{stage}")
+    step.peak(max((each.step.peak for each in stages if each.step is not None), default=0), "optimizer step")
+    return RankMemory(step.best[1], step.best[2], held)
+
+
+class _EngineStep:
+    """State of a rank's memory while its actions run."""
+
+    def __init__(self, held: dict[str, int], rules: MemoryRules, microbatches: int) -> None:
+        self.now, self._rules, self._microbatches = dict(held), rules, microbatches
+        self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self._backwards: Counter[int] = Counter()
+        self._sent_back = 0
+
+    def peak(self, working: int, when: str) -> None:
+        total = sum(self.now.values()) + working
+        if total > self.best[0]:
+            self.best = total, {**self.now, "working": working}, when
+
+    def run(self, action: PipelineAction, record: StageRecord, name: str) -> None:
+        received = record.received * self._rules.holds_received
+        if action.kind == "F":
+            self.now["messages"] += received
+            self.peak(record.forward.peak, f"forward of {name}")
+            self.now["activations"] += record.forward.change
+            return
+        backward = self._backward(action.stage, record)
+        has_messages = self._rules.holds_received and not self._rules.fixed_buffers
+        self.peak(backward.peak + record.sent * has_messages, f"backward of {name}")
+        self.now["gradients"] += backward.change + record.forward.change
+        self.now["activations"] -= record.forward.change
+        self.now["messages"] -= received
+        if has_messages:  # the gradient that was sent last
+            self.now["messages"] += record.sent_back - self._sent_back
+            self._sent_back = record.sent_back
+
+    def _backward(self, stage: int, record: StageRecord) -> PassRecord:
+        self._backwards[stage] += 1
+        if self._backwards[stage] == self._microbatches and record.last_backward is not None:
+            return record.last_backward
+        return record.first_backward if self._backwards[stage] == 1 else record.next_backward

@@ -1,0 +1,89 @@
+"""Seconds of one step: the records of all stages replayed in the order of the engine's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slapo_core import Program
+from slapo_training import PipelineAction, StepModel
+
+from ..hardware import Hardware, collective_seconds, work_seconds
+from ..measurement.segments import PassRecord
+from ..measurement.stage_record import StageRecord
+from ..records import CollectiveRecord
+from ..simulation import SimulatedStep, StepCosts, simulate_step
+
+
+def step_time(
+    program: Program,
+    records: Sequence[StageRecord],
+    order: Mapping[int, Sequence[PipelineAction]],
+    others: Mapping[int, Sequence[CollectiveRecord]],
+    model: type[StepModel],
+    options: Mapping[str, Any],
+    hardware: Hardware,
+) -> SimulatedStep:
+    """Replay one step on a cluster.
+
+    Args:
+        program: The program, with a rank for each stage.
+        records: Record of each stage.
+        order: Actions of each rank along ``pp``.
+        others: Collectives of each of these ranks that are not in its stages.
+        model: How the engine runs a step.
+        options: Options of ``build``.
+        hardware: The cluster.
+    """
+    size = program.mesh.size() if program.mesh is not None else 1
+    busy = hardware.with_busy(min(hardware.devices_per_node, size))
+    ranks, stages = len(order), len(records)
+    microbatches = sum(action.kind == "F" for action in order[0]) // max(1, sum(program.rank_of(i) == 0 for i in range(stages)))
+    reductions, fixed = {}, 0.0
+    for rank in order:
+        own = [index for index in range(stages) if program.rank_of(index) == rank]
+        waits = [each for each in others[rank] if each.kind != "send"]
+        reductions[own[0]] = sum(collective_seconds(each, busy) for each in waits if each.overlapped)
+        single = sum(collective_seconds(each, busy) for each in waits if not each.overlapped)
+        around = sum(_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
+        fixed = max(fixed, single + around)
+    costs = StepCosts(
+        actions={key: _seconds(part, busy) for index, each in enumerate(records) for key, part in _passes(index, each)},
+        messages=_messages(program, records, busy),
+        message_mode=model.message_mode(options, stages, ranks, microbatches),
+        reductions=reductions,
+        overlapped_reductions=model.overlaps_reduction(options, stages, ranks) and busy.overlaps,
+        buckets={
+            index: max(1, len([each for each in others[program.rank_of(index)] if each.overlapped])) for index in reductions
+        },
+        optimizer={
+            rank: sum(_seconds(each.optimizer, busy) for index, each in enumerate(records) if program.rank_of(index) == rank)
+            for rank in order
+        },
+        fixed=fixed,
+    )
+    return simulate_step(order, costs)
+
+
+def _passes(index: int, record: StageRecord) -> list[tuple[tuple[int, str], PassRecord]]:
+    inputs = record.inputs_backward or record.next_backward
+    weights = record.next_weights if record.inputs_backward is not None else PassRecord()
+    parts = {"F": record.forward, "B": record.next_backward, "I": inputs, "W": weights}
+    return [((index, kind), part) for kind, part in parts.items()]
+
+
+def _seconds(part: PassRecord, hardware: Hardware) -> float:
+    found = work_seconds(part.work, hardware)
+    hidden = found.compute if hardware.overlaps else 0.0
+    return found.compute + found.communication + max(0.0, found.overlapped - hidden)
+
+
+def _messages(program: Program, records: Sequence[StageRecord], hardware: Hardware) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], float] = {}
+    apart = program.axis_size("dp") * program.axis_size("tp")
+    for index in range(len(records) - 1):
+        ends = program.rank_of(index) * apart, program.rank_of(index + 1) * apart
+        if ends[0] != ends[1]:
+            found[index, index + 1] = collective_seconds(CollectiveRecord("send", records[index].sent, ends), hardware)
+            found[index + 1, index] = collective_seconds(CollectiveRecord("send", records[index + 1].sent_back, ends), hardware)
+    return found

@@ -1,0 +1,133 @@
+"""Steps of a stage on fake tensors with the tensors that an engine keeps and allocates by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_core import Boundary, Stage
+from slapo_tracing.recording import Sandbox
+from slapo_training import StageMemory
+
+from .run_recorder import RunRecorder
+from .segments import PassRecord
+from .stage_record import StageRecord
+from .stage_run import StageForward
+from .storage_tracker import storage_bytes
+
+EngineMemory = Callable[[nn.Module], StageMemory]
+"""Makes the engine's own tensors for a module with fake tensors."""
+
+
+def run_engine_stage(
+    stage: Stage, part: Mapping[str, Any], forward: StageForward, engine: EngineMemory, microbatches: int
+) -> StageRecord:
+    """Run a step of a stage on fake tensors; the model does not change.
+
+    Of many micro-batches the first two and the last run. Repeated blocks all run, since flat tensors and buckets span them.
+
+    Args:
+        stage: The stage; its weights may be on meta.
+        part: Arguments of one micro-batch, with labels; real tensors.
+        forward: Calls the stage as its engine does.
+        engine: Makes the engine's own tensors.
+        microbatches: Number of micro-batches of a step.
+    """
+    sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
+    with sandbox.open(grad=True):
+        return _EngineRun(stage, part, forward, sandbox, engine(stage.module)).record(min(microbatches, 3))
+
+
+class _EngineRun:
+    def __init__(
+        self, stage: Stage, part: Mapping[str, Any], forward: StageForward, sandbox: Sandbox, memory: StageMemory
+    ) -> None:
+        self.stage, self.part, self.forward, self.sandbox, self.memory = stage, part, forward, sandbox, memory
+        self.recorder = RunRecorder()
+        self.parameters = [*stage.module.parameters()]
+        if memory.owns_parameters:
+            self.recorder.memory.ignore(self.parameters)
+        self.recorder.memory.add([self.parameters, [*stage.module.buffers()], [*part.values()]])
+        self.received = self.sent = self.sent_back = 0
+
+    def record(self, count: int) -> StageRecord:
+        memory = self.memory
+        held = {kind: self._count(tensors) for kind, tensors in memory.held().items()}
+        with self.recorder:
+            begin = self._measure(memory.begin_step)
+        if memory.records_order:
+            self._run_microbatch(is_last=False)
+            memory.end_recording()
+        passes = [self._run_microbatch(is_last=index + 1 == count) for index in range(count)]
+        with self.recorder:
+            step = self._measure(memory.step)
+        nothing, own = PassRecord(), held.pop("parameters", 0)
+        return StageRecord(
+            begin=nothing,
+            forward=passes[0][0],
+            first_backward=passes[0][1],
+            next_backward=passes[1 % count][1],
+            inputs_backward=None,
+            first_weights=nothing,
+            next_weights=nothing,
+            end=nothing,
+            optimizer=nothing,
+            received=self.received,
+            sent=self.sent,
+            sent_back=self.sent_back,
+            parameters=own if memory.owns_parameters else storage_bytes(self.parameters),
+            buffers=storage_bytes(self.stage.module.buffers()),
+            gradients=0,
+            numbers=sum(each.numel() for each in self.parameters),
+            last_backward=passes[-1][1],
+            step=step,
+            held=held,
+            freed=-begin.change,
+        )
+
+    def _count(self, tensors: Any) -> int:
+        before = self.recorder.memory.live
+        self.recorder.memory.add(tensors)
+        return self.recorder.memory.live - before
+
+    def _run_microbatch(self, is_last: bool) -> tuple[PassRecord, PassRecord]:
+        received = tuple(map(self._received, self.stage.inputs))
+        self.recorder.memory.add(received)
+        self.received = storage_bytes(received)
+        made: list[Any] = []
+        with self.recorder:
+            forward = self._measure(lambda: made.append(self.forward(received, self.part)))
+            outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+            trained = [each for each in outputs if each.requires_grad]
+            gradients: list[torch.Tensor] | None = None
+            if not (len(outputs) == 1 and outputs[0].dim() == 0):  # the loss has no gradient that another stage sends
+                self.sent = storage_bytes(outputs)
+                gradients = [torch.empty_like(each) for each in trained]
+            del outputs
+            made.clear()
+            backward = self._measure(lambda: self._run_backward(trained, gradients, is_last))
+        self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
+        return forward, PassRecord(backward.peak, backward.change - self.sent_back, backward.work)
+
+    def _run_backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, is_last: bool) -> None:
+        self.memory.begin_backward(is_last)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        outputs.clear()
+        self.memory.end_backward(is_last)
+
+    def _received(self, boundary: Boundary) -> torch.Tensor:
+        tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
+        return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
+
+    def _measure(self, run: Callable[[], Any]) -> PassRecord:
+        memory = self.recorder.memory
+        before = memory.live
+        memory.begin_peak()
+        self.recorder.take_work()
+        run()
+        return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())

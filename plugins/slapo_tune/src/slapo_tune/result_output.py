@@ -1,0 +1,40 @@
+"""Output of a tuning on the command line: the best on stdout, files, and the exit status."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slapo_core import SlapoError
+
+from .study.trial_result import REFUSED
+from .tune_result import TuneResult
+
+
+def show_result(result: TuneResult, save: str = "", page: str = "") -> int:
+    """Print the best configuration, write the files that were asked for, and return the exit status.
+
+    Args:
+        result: The result.
+        save: Path of a schedule file for the best, or ``""``.
+        page: Path of the page, or ``""``.
+    """
+    status = 0 if result.best is not None else 1
+    if result.best is not None:
+        text = f"best configuration: {result.best}"
+        encoding = sys.stdout.encoding or "utf-8"  # one without the letters of a name gets escapes, as for errors
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    elif not result.interrupted:
+        counted = sum(each.state != REFUSED for each in result.trials)
+        last = f", the last failure: {result.failures[-1].message}" if result.failures else ""
+        print(f"tune: no throughput after {counted} trials{last}", file=sys.stderr)
+    try:
+        if save and result.best is not None:
+            result.save(save)
+            print(f"tune: the best schedule is {Path(save)}", file=sys.stderr)
+        if page:
+            result.report(page)
+    except SlapoError as err:
+        print(f"tune: {err}", file=sys.stderr)
+        status = 2
+    return 128 + result.interrupted if result.interrupted else status

@@ -1,0 +1,128 @@
+"""Interface of what is tuned, and the reading of a trial's output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ..schedule_space.schedule_file import SpaceFunction
+from ..schedule_space.schedule_space import ScheduleSpace
+from ..study.trial_result import FAILED, MEASURED, PRUNED, TrialResult
+from ..trial.process import Interruption, TrialOutput, signal_name
+from ..trial.throughput import error_tail, invalid_throughput
+
+
+class Subject(Protocol):
+    """Schedule or script whose configurations are tried.
+
+    Args:
+        name: Name of the study: equal for equal subjects.
+        command: How a user would run it, for the classic record.
+    """
+
+    name: str
+    command: str
+
+    @property
+    def space_function(self) -> SpaceFunction | None:
+        """The function that declares symbols without a model; None if there is none."""
+
+    def declare(self, space: ScheduleSpace) -> str:
+        """Declare all symbols of a configuration; return the sentence of a refusal, or ``""``."""
+
+    def measure(
+        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
+    ) -> TrialResult | None:
+        """Run a trial; None after an interruption."""
+
+    def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
+        """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked."""
+
+
+def output_problem(output: TrialOutput, time_limit: float | None, what: str) -> str:
+    """Return the sentence about a trial that did not end well, without its own words; ``""`` if it did."""
+    if output.timed_out:
+        return f"{what} was killed at the time limit of {time_limit:g} s"
+    if output.exit_code:
+        code = output.exit_code
+        return f"{what} ended with exit code {code}" if code > 0 else f"{what} ended by {signal_name(-code)}"
+    return ""
+
+
+def trial_result(
+    number: int,
+    values: Mapping[str, Any],
+    output: TrialOutput,
+    found: Mapping[str, Any] | None,
+    time_limit: float | None,
+    what: str,
+) -> TrialResult:
+    """Return the result of a trial from its output.
+
+    Args:
+        number: Number of the trial.
+        values: Its configuration.
+        output: Output and end of its process.
+        found: The line of JSON with its throughput, if there is one.
+        time_limit: Seconds that it had.
+        what: What ran, for sentences.
+    """
+    problem = output_problem(output, time_limit, what)
+    if not problem and found is None:
+        problem = f"{what} printed no throughput, as in {json.dumps({'throughput': 12.5})}"
+    elif not problem and found is not None and (reason := invalid_throughput(found["throughput"])):
+        problem = f"{what} printed what cannot be compared: {reason}"
+    limit = time_limit if output.timed_out else None
+    if problem:
+        own = printed_error(output.stdout)
+        words = error_tail(output.text)
+        said = own or f"{problem}; " + (f"the end of its output: {words}" if words else "it printed nothing")
+        return TrialResult(number, values, FAILED, message=said, wall_seconds=round(output.seconds, 3), time_limit=limit)
+    assert found is not None
+    taken = {"throughput", "interval", "seconds", "steps", "pruned", "samples_per_second"}
+    return TrialResult(
+        number,
+        values,
+        PRUNED if found.get("pruned") is True else MEASURED,
+        throughput=float(found["throughput"]),
+        seconds=_number(found.get("seconds")),
+        interval=_interval(found.get("interval")),
+        steps=int(_number(found.get("steps")) or 0),
+        message=_pruned_sentence(found) if found.get("pruned") is True else "",
+        wall_seconds=round(output.seconds, 3),
+        output={name: value for name, value in found.items() if name not in taken},
+    )
+
+
+def printed_error(text: str) -> str:
+    """Return the ``error`` of the last line of JSON that has one, or ``""``."""
+    return str((last_line(text, lambda found: isinstance(found.get("error"), str)) or {}).get("error", ""))
+
+
+def last_line(text: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """Return the last line that is a JSON object of a kind, or None."""
+    for line in reversed(text.splitlines()):
+        if not line.startswith("{"):
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and wanted(found):
+            return found
+    return None
+
+
+def _pruned_sentence(found: Mapping[str, Any]) -> str:
+    return f"stopped after {found.get('steps')} steps of {found.get('seconds', 0.0):.4g} s: slower than the best"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _interval(value: Any) -> tuple[float, float] | None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(_number(each) is not None for each in value):
+        return float(value[0]), float(value[1])
+    return None

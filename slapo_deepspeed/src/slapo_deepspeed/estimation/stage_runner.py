@@ -1,0 +1,50 @@
+"""Runs of stages as DeepSpeed's engine and its pipeline call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import Program
+from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
+from slapo_training.batches import Batch
+
+from ..configuration.options import DeepSpeedOptions
+from ..pipeline import pack
+from .gathered_memory import GatheredMemory
+from .partitioned_memory import PartitionedMemory
+from .replicated_memory import ReplicatedMemory
+from .zero_settings import ZeroSettings
+
+
+class DeepSpeedStageRunner(EngineStageRunner):
+    """Runs stages as ``DeepSpeedEngine`` does.
+
+    Raises:
+        BuildError: the configuration has a setting whose memory is not estimated.
+    """
+
+    options: DeepSpeedOptions
+
+    def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
+        super().__init__(program, options)
+        self._is_pipeline = len(program.stages) > 1
+        self._settings = ZeroSettings.of(options, self._is_pipeline)
+
+    def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
+        copies = [each.clone() for each in received]  # DeepSpeed keeps what it received, and runs the stage on copies
+        result = self.run_stage(program, stage, copies, part)
+        return result if stage + 1 == len(program.stages) else pack(result, program.stages[stage + 1].inputs, stage)
+
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+        if optimizer is None or not self.options.trains:
+            return None
+        settings, replicas = self._settings, self.program.axis_size("dp")
+        if settings.stage == 0:
+            return lambda module: ReplicatedMemory(module, optimizer)
+        if settings.stage < 3:
+            return lambda module: PartitionedMemory(module, optimizer, settings, replicas, self._is_pipeline)
+        return lambda module: GatheredMemory(module, optimizer, settings, replicas)

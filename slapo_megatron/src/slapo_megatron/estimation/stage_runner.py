@@ -1,0 +1,50 @@
+"""Runs of stages as Megatron's schedules call them: the values between stages cross in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import Program
+from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
+from slapo_training.batches import Batch
+
+from ..configuration.options import MegatronOptions
+from ..pipeline import Borders, borders
+from .stage_memory import MegatronStageMemory
+
+
+class MegatronStageRunner(EngineStageRunner):
+    """Runs stages as ``MegatronEngine`` does."""
+
+    options: MegatronOptions
+
+    def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
+        values = [_copy_of_bits(each) for each in received]
+        result = self.run_stage(program, stage, values, part)
+        if stage + 1 == len(program.stages):
+            return result.clone()
+        layout, size = self._border(program, stage)
+        return (layout.layouts[stage + 1].pack(result, size),)
+
+    def _border(self, program: Program, stage: int) -> tuple[Borders, int]:
+        found = borders(program, self.options.dtype, torch.device("cpu"))
+        alone = len(program.stages) == program.axis_size("pp")
+        return found, found.layouts[stage + 1].size if alone else found.size
+
+    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+        if optimizer is None or not self.options.trains:
+            return None
+        options, replicas = self.options, self.program.axis_size("dp")
+        return lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module))
+
+    def _is_first(self, module: nn.Module) -> bool:
+        return len(self.program.stages) == 1 or module is self.program.stages[0].module
+
+
+def _copy_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """Return a received value as ``Layout.unpack`` gives it: values without a gradient in memory of their own."""
+    return value if value.requires_grad else value.clone()

@@ -1,0 +1,47 @@
+"""Estimated memory of Megatron's steps beside real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slapo_testing import run_distributed
+from tests.engine_memory import estimated, largest_error, measured
+
+pytestmark = [pytest.mark.needs("megatron-core"), pytest.mark.multiproc, pytest.mark.filterwarnings("ignore")]
+
+Case = tuple[dict[str, int], dict[str, Any]]
+_SHARDED = {"distributed_optimizer": True, "precision": "bf16"}
+_FAST: list[Case] = [({"dp": 2}, {}), ({"dp": 2}, {**_SHARDED, "microbatches": 2}), ({"pp": 2}, {"microbatches": 4})]
+_SLOW: list[Case] = [
+    ({"dp": 2}, {"precision": "bf16"}),
+    ({"dp": 2}, {"precision": "bf16", "config": {"ddp": {"grad_reduce_in_fp32": False}}}),
+    ({"dp": 2}, {**_SHARDED, "config": {"ddp": {"grad_reduce_in_fp32": False}}}),
+    ({"dp": 2}, {"distributed_optimizer": True, "config": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}}),
+    ({"dp": 2, "checkpoints": 1}, {"clip": 1.0}),
+    ({"tp": 2}, {"precision": "bf16"}),
+    ({"pp": 2}, {"microbatches": 4, "precision": "bf16"}),
+]
+
+
+def _check(kind: str, cases: list[Case], bound: float) -> None:
+    truth = run_distributed(measured, 2, kind, "megatron", cases, timeout=110)
+    for index, (layout, options) in enumerate(cases):
+        error = largest_error([rank[index] for rank in truth], estimated(kind, "megatron", layout, options))
+        assert error <= bound, (layout, options)
+
+
+def test_held_and_peak_memory_are_those_of_real_ranks() -> None:
+    _check("gpt2", _FAST, 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_memory_in_all_precisions_and_layouts(kind: str) -> None:
+    _check(kind, _SLOW, 0.02)
+
+
+@pytest.mark.slow
+def test_memory_of_interleaved_stages() -> None:
+    _check("gpt2", [({"pp": 2, "stages": 4}, {"microbatches": 4})], 0.05)

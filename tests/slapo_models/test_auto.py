@@ -1,0 +1,40 @@
+"""``apply_schedule(model)`` of every family: outputs, gradients and a step are those of the unmodified model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from slapo_models import apply_schedule
+from slapo_verify import Report, run_as_threads, verify
+from tests.slapo_models.family_models import NAMES, family_model
+from tests.slapo_torch.layouts import mesh_of
+
+LAYOUTS = {"1": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "tp-pp": {"tp": 2, "pp": 2}}
+FAST = {("nanogpt", "tp-pp"), ("llama4_text", "tp"), ("deepseek_v3", "tp"), ("phi", "tp"), ("gemma2", "tp"), ("llama", "pp")}
+
+
+def verified(name: str, layout: dict[str, int], **config: Any) -> Report:
+    model, batch = family_model(name)
+    reference = copy.deepcopy(model)
+    sch = apply_schedule(model, mesh=mesh_of(**layout), example_inputs=batch, **config)
+    return verify(reference, sch, level="step")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[pytest.mark.slow] * ((name, layout) not in FAST))
+        for name in NAMES
+        for layout in LAYOUTS
+    ],
+)
+def test_every_family_in_every_layout(name: str, layout: str) -> None:
+    sizes = LAYOUTS[layout]
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1)
+    for report in run_as_threads(lambda: verified(name, sizes, checkpoint=1.0), ranks):
+        assert report.ok, report
+        assert report.compared["gradients"]

@@ -1,0 +1,108 @@
+"""Search over layouts of a small GPT-2 on devices with little memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from slapo_core import SlapoError, UnknownNameError, create_schedule, load_schedule
+from slapo_plan import Hardware, Plan, fake_ranks, plan
+
+MIB = 2**20
+BATCH = {name: torch.zeros(1, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    sizes = {"n_layer": 6, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False, bos_token_id=1, eos_token_id=2))
+
+
+def small_devices(mebibytes: float) -> Hardware:
+    return replace(Hardware.load("h100"), usable_bytes=int(mebibytes * MIB))
+
+
+@cache
+def planned() -> Plan:
+    return plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(18), check=1)
+
+
+def test_candidates_are_sorted_and_fit() -> None:
+    found = [*planned()]
+    assert len(found) > 10
+    assert [each.step_seconds for each in found] == sorted(each.step_seconds for each in found)
+    assert all(each.peak <= 18 * MIB for each in found)
+    assert all(each.layout.tp * each.layout.pp * each.layout.dp == 4 for each in found)
+    assert all(each.layout.dp * each.layout.rows * each.layout.microbatches == 16 for each in found)
+
+
+def test_the_estimate_of_the_best_schedule_fits() -> None:
+    exact = planned().estimate()
+    assert not exact.problems
+    assert exact.peak <= 18 * MIB
+
+
+@pytest.mark.parametrize("index", [0, 5, 10])
+def test_predicted_memory_is_near_the_estimate(index: int) -> None:
+    candidate = [*planned()][index]
+    assert candidate.peak == pytest.approx(planned().estimate(candidate).peak, rel=0.2)
+
+
+def test_less_memory_means_more_recomputation() -> None:
+    wanted = {"tp": 1, "pp": 1, "rows": 4, "data_parallel": "ddp"}
+    counts = []
+    for mebibytes in (100, 14, 11):
+        found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(mebibytes), constraints=wanted, check=0)
+        counts.append(sum(each.checkpointed for each in found.best.stages))
+    assert counts[0] == 0 < counts[1] < counts[2]
+
+
+def test_a_layout_that_does_not_fit_says_by_how_much() -> None:
+    found = plan(gpt2(), BATCH, ranks=1, global_batch=4, hardware=small_devices(1), check=0)
+    with pytest.raises(
+        SlapoError, match=r"no layout fits h100: .* needs 0.0 GiB of 0.0 GiB with all of its 6 blocks recomputed"
+    ):
+        _ = found.best
+
+
+def test_what_stays_whole_is_noted() -> None:
+    found = plan(gpt2(), BATCH, ranks=8, global_batch=8, hardware="h100", constraints={"tp": 8, "rows": 8}, check=0)
+    assert any("tp=8: tensor_parallel: transformer.h.0.attn.c_attn stays whole" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "error", "words"),
+    [
+        ({"tp": 3}, SlapoError, "tp=3 does not divide 4 ranks; these do: 1, 2, 4"),
+        ({"ep": 2}, UnknownNameError, "no constraint 'ep'"),
+    ],
+)
+def test_bad_constraints_are_refused(constraints: dict[str, int], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware="h100", constraints=constraints)
+
+
+def test_a_batch_that_replicas_do_not_divide_names_the_nearest() -> None:
+    found = plan(gpt2(), BATCH, ranks=4, global_batch=6, hardware="h100", constraints={"tp": 1, "pp": 1}, check=0)
+    assert str(found.rejected[0]).endswith("a global batch of 6 rows is not divisible by 4 replicas; 8 is the nearest")
+
+
+def test_a_saved_schedule_takes_the_same_steps(tmp_path) -> None:
+    found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(18), constraints={"tp": 2, "pp": 2}, check=0)
+    found.best.save(tmp_path / "schedule.py")
+    journals = []
+    for load in (True, False):
+        with fake_ranks(pp=2, tp=2) as mesh:
+            inputs = {name: value.repeat(found.best.layout.rows, 1) for name, value in BATCH.items()}
+            if load:
+                sch = load_schedule(gpt2(), tmp_path / "schedule.py", mesh=mesh, example_inputs=inputs)
+            else:
+                sch = found.best.apply(create_schedule(gpt2(), mesh=mesh, example_inputs=inputs))
+            journals.append([str(step) for step in sch.journal])
+    assert journals[0] == journals[1]
+    assert len(journals[0]) > 1
