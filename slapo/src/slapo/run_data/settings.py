@@ -141,7 +141,7 @@ class Settings:
 
 def is_folder(model: str) -> bool:
     """Return True if ``--model`` names a folder of Hugging Face's format and not a model type."""
-    return "/" in model or Path(model).is_dir()
+    return "/" in model or bool(model) and Path(model).is_dir()
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:

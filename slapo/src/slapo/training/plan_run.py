@@ -73,7 +73,7 @@ def run_plan(settings: PlanSettings) -> Answer:
         data = {**found.to_dict(), "gpus": settings.gpus, "global_batch": settings.global_batch, "seq": settings.model.seq}
         return Answer(bool(found.candidates), json.dumps({**data, **({"answer": words} if words else {})}, indent=2))
     if not found.candidates:
-        return Answer(False, f"no layout fits: {_binding(found)}")
+        return Answer(False, f"no layout fits: {_nearest_layout(found)}")
     lines = [words] if words else []
     lines += [
         plan_table(found, settings.top, settings.model.seq),
@@ -142,7 +142,7 @@ def _parameter_bytes(settings: PlanSettings) -> int:
     return sum(each.numel() * 4 for each in _meta_model(settings).parameters())
 
 
-def _binding(found: Plan) -> str:
+def _nearest_layout(found: Plan) -> str:
     """Return why the layout that came nearest does not fit."""
     short = [each for each in found.rejected if " GiB of " in each.reason]
     if short:

@@ -1,4 +1,4 @@
-"""What each layout costs, and the schedule that runs it."""
+"""Costs of each layout, and the schedule that runs it."""
 
 from __future__ import annotations
 
