@@ -115,7 +115,7 @@ def measure(rank: int, side: str, name: str, cuts: list[str]) -> Sent:
     sent: Sent = []
     init = dist.P2POp.__init__
 
-    def note_arrivals(self: Any, op: Any, tensor: torch.Tensor, peer: int | None = None, *args: Any, **kwargs: Any) -> None:
+    def noted(self: Any, op: Any, tensor: torch.Tensor, peer: int | None = None, *args: Any, **kwargs: Any) -> None:
         init(self, op, tensor, peer, *args, **kwargs)
         by_runtime = sys._getframe(1).f_globals["__name__"].startswith("torch.distributed.pipelining")
         if op is dist.isend and by_runtime:  # not the gradients of ties, which are sent once in a step

@@ -178,7 +178,7 @@ class _Once:
             call()
 
 
-class _Waiting:
+class _WaitingGather:
     """Call that happens when all tensors that it watches have their gradients."""
 
     def __init__(self, call: Callable[[], None]) -> None:

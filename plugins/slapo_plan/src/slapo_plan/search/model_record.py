@@ -131,7 +131,7 @@ def record_model(
         return [recording.record(part) for part in parts]
 
 
-class _Recording:
+class _PartRecorder:
     def __init__(self, root: nn.Module, forward: Forward, optimizer: Any, lists: list[tuple[BlockRun, list[str]]]) -> None:
         self.root, self.forward, self.optimizer, self.lists = root, forward, optimizer, lists
         self.recorder = RunRecorder()
