@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,3 +24,14 @@ def test_values_that_depend_on_the_inputs_alone_stay_real() -> None:
     sandbox = Sandbox(layer, {"x": inputs}, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
         assert (inputs + 1).sum().item() == 742
+
+
+@pytest.mark.parametrize("shapes", [((12, 8), (3, 8, 16)), ((8, 12), (12, 16)), ((3, 4, 8), (3, 8, 16))])
+def test_grouped_products_of_fp32_have_the_shape_of_real_ones(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    left, right = (torch.ones(shape) for shape in shapes)
+    offsets = torch.tensor([4, 8, 12], dtype=torch.int32) if left.dim() == 2 else None
+    real = torch._grouped_mm(left, right, offs=offsets)
+    sandbox = Sandbox(nn.Linear(1, 1, device="meta"), {"x": left}, fake=True)
+    with sandbox.open(grad=False):
+        fakes = [None if each is None else sandbox.fake_of(each) for each in (left, right, offsets)]
+        assert torch._grouped_mm(*fakes[:2], offs=fakes[2]).shape == real.shape

@@ -155,8 +155,8 @@ class StepCollectives:
             parameter = named[tie.names[0]]
             if self._rank in ranks and len(ranks) > 1 and parameter.requires_grad:
                 shared.setdefault(ranks, []).append(parameter)
-        own = self._global_rank(self._rank)
         for ranks, parameters in shared.items():
+            own = self._global_rank(self._rank)
             for bucket in _buckets(parameters):
                 size = sum((self._kept(each) + 1) * each.element_size() for each in bucket)
                 for peer in (self._global_rank(rank) for rank in ranks if rank != self._rank):

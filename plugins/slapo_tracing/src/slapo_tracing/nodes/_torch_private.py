@@ -91,8 +91,8 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
-        if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
-            return args[0] @ args[1][0]  # of the same shape; torch's own fake takes bfloat16 alone, real tensors of any kind go
+        if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
+            return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
         keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes
         try:
             return super().dispatch(func, types, args, kwargs)
@@ -141,6 +141,14 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             else:
                 return False
         return True
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> list[int]:
+    """Return the shape of a grouped product: the dimension that ``offs`` groups is not one of batches."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == right.dim() == 2:
+        return [0 if offs is None else offs.shape[0], rows, columns]
+    return [rows, columns] if left.dim() != right.dim() else [left.shape[0], rows, columns]
 
 
 def _is_valueless(value: Any) -> bool:
