@@ -24,6 +24,7 @@ PRIMITIVES = {
     "slapo-memory": TRACING | {"checkpoint", "offload"},
     "slapo-models": CORE,
     "slapo-pipeline": TRACING | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
+    "slapo-plan": TRACING,
     "slapo-report": set(),
     "slapo-sharding": TRACING | {"fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"},
     "slapo-testing": TRACING,

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from slapo_memory.forward_wrappers import checkpoint
     from slapo_models import apply_schedule
     from slapo_pipeline.partition import analyze_tie_weights
+    from slapo_plan import Estimate, Hardware, Plan, calibrate, estimate, fake_ranks, plan
     from slapo_tracing import ModulePattern, Pattern, call_module, trace, trace_module
     from slapo_training.ema import ema
     from slapo_training.gradient_hooks import gradient_hook
@@ -65,11 +66,14 @@ __all__ = [
     "Database",
     "Dialect",
     "Engine",
+    "Estimate",
     "FunctionType",
+    "Hardware",
     "Journal",
     "ModulePattern",
     "OrderedDict",
     "Pattern",
+    "Plan",
     "PluginError",
     "Primitive",
     "Program",
@@ -93,13 +97,16 @@ __all__ = [
     "apply_schedule",
     "build",
     "build_program",
+    "calibrate",
     "call_module",
     "checkpoint",
     "consolidate_model",
     "create_schedule",
     "dataclass",
     "ema",
+    "estimate",
     "export_weights",
+    "fake_ranks",
     "field",
     "get_cuda_rng_tracker",
     "get_dialect_cls",
@@ -115,6 +122,7 @@ __all__ = [
     "load_schedule",
     "make",
     "partial",
+    "plan",
     "register_primitive",
     "set_random_seed",
     "trace",

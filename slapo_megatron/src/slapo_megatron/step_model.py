@@ -39,7 +39,7 @@ class MegatronStepModel(StepModel):
             raise BuildError(
                 f"{microbatches} micro-batches on pp={ranks} with {stages // ranks} stages per rank; use a multiple of {group}"
             )
-        return {rank: _interleaved(stages // ranks, rank, ranks, microbatches, group) for rank in range(ranks)}
+        return {rank: _interleaved_order(stages // ranks, rank, ranks, microbatches, group) for rank in range(ranks)}
 
     @classmethod
     def stage_runner(cls, program: Program, config: Mapping[str, Any]) -> StageRunner:
@@ -76,7 +76,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return (config.get("config") or {}).get(name) or {}
 
 
-def _interleaved(chunks: int, rank: int, ranks: int, microbatches: int, group: int) -> list[PipelineAction]:
+def _interleaved_order(chunks: int, rank: int, ranks: int, microbatches: int, group: int) -> list[PipelineAction]:
     """Return the order of one rank: groups of micro-batches go through its stages one after the other."""
     forwards, backwards = [], []
     for first in range(0, microbatches, group):

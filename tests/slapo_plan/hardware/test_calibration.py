@@ -41,7 +41,7 @@ def test_a_thread_that_shares_its_core_takes_longer() -> None:
 def test_two_ranks_are_calibrated(tmp_path: Path) -> None:
     calibrate((1, 2)).save(tmp_path / "here.toml")
     here = Hardware.load(tmp_path / "here.toml")
-    both = here.with_busy(2).measured
+    both = here.with_busy(2).busy_measurements
     assert both is not None
     assert both.ranks == 2
     assert {key.split()[0] for key in both.collectives} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}

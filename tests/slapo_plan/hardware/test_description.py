@@ -24,7 +24,7 @@ def test_a_ready_file_has_sensible_figures(name: str) -> None:
     assert 30e9 < gpu.usable_bytes < gpu.memory_bytes < 250e9
     assert gpu.peak_flops(torch.bfloat16) > 4 * gpu.peak_flops(torch.float32) or name in ("l40s",)
     assert gpu.network.bandwidth < gpu.link.bandwidth < gpu.bandwidth
-    assert gpu.measured is None
+    assert gpu.busy_measurements is None
 
 
 def test_an_alias_names_the_same_file() -> None:
@@ -66,7 +66,7 @@ def test_a_saved_file_is_read_back(tmp_path: Path) -> None:
 
 def test_the_measurements_of_as_many_busy_ranks_are_read() -> None:
     hardware = _measured()
-    ranks = [hardware.with_busy(busy).measured for busy in (1, 2, 4)]
+    ranks = [hardware.with_busy(busy).busy_measurements for busy in (1, 2, 4)]
     assert [each.ranks for each in ranks if each is not None] == [1, 2, 2]
 
 

@@ -14,9 +14,9 @@ from slapo_core import lazy_names
 if TYPE_CHECKING:
     from .estimation.estimate import estimate
     from .estimation.result import Estimate
-    from .fake_process_group import fake_ranks
     from .hardware import Hardware, calibrate
     from .measurement.engine_run import MeasuredStep, measure_step
+    from .measurement.fake_process_group import fake_ranks
     from .search.plan import Plan, plan
 else:
     __getattr__ = lazy_names(
@@ -24,7 +24,7 @@ else:
         {
             "estimation.estimate": ["estimate"],
             "estimation.result": ["Estimate"],
-            "fake_process_group": ["fake_ranks"],
+            "measurement.fake_process_group": ["fake_ranks"],
             "hardware": ["Hardware", "calibrate"],
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
             "search.plan": ["Plan", "plan"],

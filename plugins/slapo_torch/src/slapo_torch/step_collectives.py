@@ -57,9 +57,9 @@ class StepCollectives:
                 yield self._reduction("dp", size, overlapped=True)
         yield from self._on_all_ranks(8 * _FACTS_OF_LOSS)
         if self._is_sharded and self._facts.unused:
-            yield self._reduction("dp", 4 * sum(each.requires_grad for each in self._sharded()))
+            yield self._reduction("dp", 4 * sum(each.requires_grad for each in self._sharded_parameters()))
         if self._is_sharded:
-            sharded = {id(each) for each in self._sharded()}
+            sharded = {id(each) for each in self._sharded_parameters()}
             yield from self._averages([each for each in self._trained if id(each) not in sharded])
         if self._options.precision == "fp16":
             yield from self._on_all_ranks(8)
@@ -117,7 +117,7 @@ class StepCollectives:
                     size = torch.Size(each.shape).numel() * each.dtype.itemsize
                     yield CollectiveRecord("send", size, ends)
 
-    def _sharded(self) -> list[nn.Parameter]:
+    def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
 
     def _units(self) -> Iterator[CollectiveRecord]:
@@ -131,14 +131,14 @@ class StepCollectives:
             for each in filter(can_shard, parameters):
                 by_type.setdefault(each.dtype, []).append(each)
             for some in by_type.values():
-                whole, trained = self._padded(some), self._padded(each for each in some if each.requires_grad)
+                whole, trained = self._padded_bytes(some), self._padded_bytes(each for each in some if each.requires_grad)
                 times = microbatches if runs else 1
                 for _ in range(2 * times if runs else 1):
                     yield CollectiveRecord("all_gather", whole, self._ranks("dp"), runs)
                 for _ in range(times if trained else 0):
                     yield CollectiveRecord("reduce_scatter", trained, self._ranks("dp"))
 
-    def _padded(self, parameters: Iterable[nn.Parameter]) -> int:
+    def _padded_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         rows = ((each, -(-each.shape[0] // self._replicas) * self._replicas) for each in parameters)
         return sum(count * each[0].numel() * each.element_size() for each, count in rows)
 

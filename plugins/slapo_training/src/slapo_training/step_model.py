@@ -60,7 +60,7 @@ class CollectiveRecord(NamedTuple):
 
 
 class StepFacts(NamedTuple):
-    """What the runs of one rank's stages show of a step.
+    """Facts about a step from the runs of one rank's stages.
 
     Args:
         stages: All stages of the program for a micro-batch.

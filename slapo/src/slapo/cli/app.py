@@ -17,9 +17,9 @@ with signal_handler(exit_immediately):
 
     from ..launch.errors import InterruptedRunError, RankError
     from ..run_data.versions import versions
-    from . import listing, train, tune, verify
+    from . import listing, plan, train, tune, verify
 
-BUILTIN_COMMANDS = ("train", "verify", *listing.NAMES)
+BUILTIN_COMMANDS = ("train", "verify", "plan", *listing.NAMES)
 """The commands that have nothing to clean up until they say so; a plugin's get Ctrl-C as Python programs do."""
 
 
@@ -34,7 +34,7 @@ def create_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command(context_settings={"allow_interspersed_args": False})(tune.tune)  # a script's flags are its own
-    for command in (train.train, verify.verify, listing.primitives, listing.dialects, listing.plugins):
+    for command in (train.train, verify.verify, plan.plan, listing.primitives, listing.dialects, listing.plugins):
         app.command()(command)
     default_registry().call_each("slapo_commands", app=app)
     return app

@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 import typer
 
 Model = Annotated[
-    str, typer.Option(help="Transformers model type with a language model, e.g. gpt2, llama, t5.", metavar="TYPE")
+    str,
+    typer.Option(
+        help="Transformers model type with a language model, e.g. gpt2, llama, t5, or a folder with a config.json, whose sizes "
+        "and, to train, weights are taken.",
+        metavar="TYPE|DIR",
+    ),
 ]
 Layers = Annotated[int, typer.Option(help="Number of layers.")]
 Hidden = Annotated[int, typer.Option(help="Hidden size.")]
@@ -16,7 +21,8 @@ TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 ScheduleFile = Annotated[
     str,
     typer.Option(
-        help="Python file with `def schedule(sch)`, or `(sch, space)`, or a saved .json; default: by the model's structure.",
+        help="Python file with `def schedule(sch)`, or `(sch, space)`, or a saved .json; default: by the model's structure. A "
+        "file of `slapo plan --save` also sets the flags that are left out.",
         metavar="FILE",
         show_default=False,
     ),

@@ -77,7 +77,7 @@ def verify(
     sizes = {name: value for name, value in given.items() if name not in _OWN}
     engines = [name for name in (given["target"], against) if name]
     for name in engines or ["torch"]:
-        kept = data_parallel if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
+        kept = given["data_parallel"] if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
         Settings(**{**sizes, "target": name, "data_parallel": kept}).check()
     _check(given)
     from ..training.verify_run import VerifySettings, run_verification  # noqa: PLC0415 - as in train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slapo_core import SlapoError
@@ -32,7 +33,7 @@ class Settings:
     """The flags of ``slapo train``.
 
     Args:
-        model: Transformers model type, e.g. ``"gpt2"``.
+        model: Transformers model type, e.g. ``"gpt2"``, or a folder with a ``config.json``, whose sizes the fields hold.
         batch: Sequences in one optimizer step, over all data-parallel ranks.
         microbatches: Equal parts each data-parallel rank cuts its share of the batch into.
         data: Files to read; empty means the Python standard library's source.
@@ -136,6 +137,11 @@ class Settings:
                 f"--sequence-parallel: {parts} {format_count(self.tp, 'tensor-parallel rank')}; "
                 "use --tp 2 or more, and a --seq that is divisible by it"
             )
+
+
+def is_folder(model: str) -> bool:
+    """Return True if ``--model`` names a folder of Hugging Face's format and not a model type."""
+    return "/" in model or bool(model) and Path(model).is_dir()
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:

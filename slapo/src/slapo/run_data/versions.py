@@ -16,6 +16,8 @@ PACKAGES = (
     "slapo-fusion",
     "slapo-training",
     "slapo-torch",
+    "slapo-plan",
+    "slapo-report",
     "slapo-tune",
     "slapo-verify",
     "slapo-weights",

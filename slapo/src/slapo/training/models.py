@@ -22,7 +22,8 @@ from transformers.utils import logging  # noqa: TID253
 
 from slapo_core import UnknownNameError
 
-from ..run_data.settings import VOCABULARY, Settings, SettingsError
+from ..run_data.settings import VOCABULARY, Settings, SettingsError, is_folder
+from .model_folder import check_positions, folder_config
 
 ALIASES = {
     "layers": (
@@ -68,8 +69,7 @@ def build_model(settings: Settings) -> nn.Module:
     """
     config = build_config(settings)
     try:
-        auto = AutoModelForCausalLM if settings.model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForSeq2SeqLM
-        model: nn.Module = auto.from_config(config)  # type: ignore[no-untyped-call]
+        model: nn.Module = auto_class(config).from_config(config)
     except Exception as err:
         raise SettingsError(
             f"--model {settings.model}: transformers cannot build it with these sizes: {_reason(err)}; try other sizes"
@@ -77,8 +77,15 @@ def build_model(settings: Settings) -> nn.Module:
     return model.train()
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return Transformers' class that makes the language model of a config."""
+    return AutoModelForCausalLM if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForSeq2SeqLM
+
+
 def build_config(settings: Settings) -> PretrainedConfig:
-    """The config of ``settings.model`` with the sizes of the settings and a vocabulary of bytes."""
+    """The config of ``settings.model`` with the settings' sizes and a vocabulary of bytes; a folder's has its own."""
+    if is_folder(settings.model):
+        return _config_of_folder(settings)
     if settings.model not in KNOWN:
         near = get_close_matches(settings.model, KNOWN, n=3) or EXAMPLES
         raise UnknownNameError(
@@ -96,6 +103,19 @@ def build_config(settings: Settings) -> PretrainedConfig:
         raise SettingsError(
             f"--model {settings.model}: its config refuses these sizes: {_reason(err)}; try other sizes"
         ) from err
+
+
+def _config_of_folder(settings: Settings) -> PretrainedConfig:
+    config = folder_config(settings.model)
+    check_positions(config, settings)
+    if config.model_type not in KNOWN:
+        raise SettingsError(
+            f"--model {settings.model}: transformers {transformers.__version__} has no language model of type "
+            f"{config.model_type!r}; use a folder of {', '.join(EXAMPLES)} or another language model"
+        )
+    for name, value in {**_dropouts(config, settings), "use_cache": False}.items():
+        setattr(config, name, value)
+    return config
 
 
 def _sizes(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers.utils import logging  # noqa: TID253
 
 from slapo_core import create_schedule, init_empty_weights, materialize, set_random_seed
 
 from ..run_data.settings import Settings
 from .corpus import Corpus
-from .models import build_model
+from .model_folder import folder_weights
+from .models import auto_class, build_config, build_model
 
 
 def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:
@@ -30,6 +32,11 @@ def reference_losses(settings: Settings, corpus: Corpus) -> Iterator[float]:
 
 def unmodified_model(settings: Settings) -> nn.Module:
     """The model with the initial weights that every layout of a run starts from."""
+    if folder := folder_weights(settings):
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        config = build_config(settings)
+        trained: nn.Module = auto_class(config).from_pretrained(folder, config=config, dtype=torch.float32)
+        return trained.train().to(settings.device)
     with init_empty_weights():
         model = build_model(settings)
     create_schedule(model)  # changes nothing: it names the parameters, and their names are the seeds of their values

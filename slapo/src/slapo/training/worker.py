@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slapo.report.page import write_report
 from slapo_core import Engine, Schedule, VerifyError, build, init_empty_weights, set_random_seed
 from slapo_report import format_count
+from slapo_weights import Weights
 
 from ..run_data.record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
 from ..run_data.settings import Settings, engine_options
 from .corpus import Corpus, read_corpus
+from .model_folder import folder_weights
 from .models import build_model
 from .preflight_check import AXES
 from .reference import make_optimizer, reference_losses
@@ -53,7 +55,10 @@ def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | N
         model = build_model(settings)
     modules = module_records(model)
     sch = schedule_model(model, settings, mesh)
-    engine = build(sch, settings.target, optimizer=make_optimizer(settings), seed=settings.seed, **engine_options(settings))
+    options = engine_options(settings)
+    if weights := folder_weights(settings):
+        options["weights"] = Weights(weights, cast=True)
+    engine = build(sch, settings.target, optimizer=make_optimizer(settings), seed=settings.seed, **options)
     start = time.perf_counter()
     losses = list(with_progress(console, "training", _losses(engine, settings, corpus, _rank(mesh, "dp")), settings.steps))
     seconds = time.perf_counter() - start

@@ -40,12 +40,12 @@ class FlatGroup:
         views = flatten_parameters(module, self.flat, zip(parameters, self._starts, strict=False))
         self.parameters = [views[id(each)] for each in parameters]
         self._step = step
-        self._replica = max(range(replicas), key=lambda rank: sum(sizes[index] for index in self._touched(rank)))
+        self._replica = max(range(replicas), key=lambda rank: sum(sizes[index] for index in self._touched_parameters(rank)))
         self.main = nn.Parameter(self.flat.new_empty(step, dtype=torch.float32))
-        self.own = [self.parameters[index] for index in self._touched(self._replica)]
+        self.own = [self.parameters[index] for index in self._touched_parameters(self._replica)]
         self._own = {id(each) for each in self.own}
 
-    def _touched(self, replica: int) -> list[int]:
+    def _touched_parameters(self, replica: int) -> list[int]:
         low, high = replica * self._step, (replica + 1) * self._step
         pairs = zip(self._starts, self._starts[1:], strict=False)
         return [index for index, (start, stop) in enumerate(pairs) if start < high and stop > low]

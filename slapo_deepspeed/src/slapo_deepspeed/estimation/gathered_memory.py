@@ -103,7 +103,7 @@ class GatheredMemory(StageMemory):
         if module is self._module:
             self._gathers.begin()
         self._gathers.fetch(module, True)
-        waiting = _Waiting(lambda: self._end_backward_of(module))
+        waiting = _WaitingGather(lambda: self._end_backward_of(module))
         return waiting.watch(args)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -178,7 +178,7 @@ class _Once:
             call()
 
 
-class _Waiting:
+class _WaitingGather:
     """Call that happens when all tensors that it watches have their gradients."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -210,7 +210,7 @@ class _Notify(torch.autograd.Function):
         return gradient, None
 
 
-def _notify(value: Any, call: Callable[[], None], waiting: _Waiting | None = None) -> Any:
+def _notify(value: Any, call: Callable[[], None], waiting: _WaitingGather | None = None) -> Any:
     """Return nested tensors, each with a node that calls a function in the backward."""
     if isinstance(value, torch.Tensor):
         if not (value.requires_grad and torch.is_grad_enabled()):

@@ -78,11 +78,11 @@ def _measurements(found: Mapping[str, Any]) -> Measurements:
         pointwise=Curve(found["pointwise"]),
         in_place=Curve(found["in_place"]),
         operators=found["operators"],
-        collectives={key: Curve(_rising(points), rises=True) for key, points in found["collectives"].items()},
+        collectives={key: Curve(_without_disturbance(points), rises=True) for key, points in found["collectives"].items()},
     )
 
 
-def _rising(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+def _without_disturbance(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
     """Return points without disturbed measurements: no transfer takes longer than a larger one."""
     seconds = [*accumulate((value for _, value in reversed(points)), min)]
     return [(size, value) for (size, _), value in zip(points, reversed(seconds), strict=True)]

@@ -32,22 +32,22 @@ def collective_seconds(record: CollectiveRecord, hardware: Hardware) -> float:
     per_node = Counter(map(hardware.node_of, record.ranks))
     if len(per_node) > 1:
         return _between_nodes(record, hardware, len(per_node), min(per_node.values()))
-    if (curve := _measured(record.kind, count, hardware)) is not None:
+    if (curve := _measured_seconds(record.kind, count, hardware)) is not None:
         return curve.at(record.nbytes)
     bandwidth = _bandwidth(hardware.link, record.kind, count, hardware.devices_per_node)
     return _within(record.kind, record.nbytes, count, bandwidth, hardware.link.latency)
 
 
-def _measured(kind: str, count: int, hardware: Hardware) -> Curve | None:
+def _measured_seconds(kind: str, count: int, hardware: Hardware) -> Curve | None:
     """Return the curve of a collective of so many ranks; if none was measured, that of the next larger or the largest group."""
-    if hardware.measured is None:
+    if hardware.busy_measurements is None:
         return None
-    named = (key.split() for key in hardware.measured.collectives)
+    named = (key.split() for key in hardware.busy_measurements.collectives)
     sizes = sorted(int(size) for name, size in named if name == _measured_kind(kind))
     if not sizes:
         return None
     size = next((size for size in sizes if size >= count), sizes[-1])
-    return hardware.measured.collectives[f"{_measured_kind(kind)} {size}"]
+    return hardware.busy_measurements.collectives[f"{_measured_kind(kind)} {size}"]
 
 
 def _measured_kind(kind: str) -> str:

@@ -108,7 +108,7 @@ class Hardware:
         return self if ranks == self.busy else replace(self, busy=ranks)
 
     @cached_property
-    def measured(self) -> Measurements | None:
+    def busy_measurements(self) -> Measurements | None:
         """Measurements with at least as many busy ranks as now, or with the most; None if nothing was measured."""
         enough = [each for each in self.measurements if each.ranks >= self.busy]
         if enough:

@@ -90,7 +90,7 @@ class _Table:
     def fields(self) -> dict[str, Any]:
         device, node = self.table("device"), self.table("node")
         found: dict[str, Any] = {
-            "name": self.string("name"),
+            "name": self.text("name"),
             "memory_bytes": device.whole("memory_bytes"),
             "usable_bytes": device.whole("usable_bytes"),
             "flops": device.table("flops").numbers(),
@@ -99,7 +99,7 @@ class _Table:
             "devices_per_node": node.whole("devices"),
             "link": self.table("link").link(),
             "network": self.table("network").link(),
-            "device_type": device.string("type", "cuda"),
+            "device_type": device.text("type", "cuda"),
             "efficiency": self.table("efficiency", {}).efficiency(),
             "measurements": tuple(each.measurements() for each in self.tables("measured")),
             "aliases": tuple(map(str, self._value("aliases", []))),
@@ -113,7 +113,7 @@ class _Table:
         return found
 
     def link(self) -> Link:
-        topology = self.string("topology", "switched")
+        topology = self.text("topology", "switched")
         if topology not in _TOPOLOGIES:
             self._fail(f"{self._name}.topology", str(UnknownNameError.of("topology", topology, _TOPOLOGIES)), says=True)
         made = Link(self.number("bandwidth"), self.number("latency"), topology, self.number("efficiency", 1.0))
@@ -157,7 +157,7 @@ class _Table:
     def curve(self, key: str, rises: bool = False) -> Curve:
         return self._made(key, lambda found: Curve(found, rises), "give points [[size, value], ...] with increasing sizes")
 
-    def string(self, key: str, default: str | None = None) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         found = self._value(key, default)
         if not isinstance(found, str):
             self._fail(self._full(key), f"is {found!r}; give a string")

@@ -47,7 +47,7 @@ def operator_seconds(record: OperatorRecord, hardware: Hardware) -> float:
         record: The call.
         hardware: The device. With measurements, its curves for ``busy`` ranks are read.
     """
-    measured = hardware.measured
+    measured = hardware.busy_measurements
     if measured is None:
         return hardware.launch_seconds + max(_ideal_compute(record, hardware), _ideal_memory(record, hardware))
     if record.kind == "pointwise":

@@ -1,4 +1,4 @@
-"""What one rank really allocates and sends in a step of a real engine: the truth that estimates are compared with."""
+"""Measurement of what one rank allocates and sends in a step of a real engine: the truth that estimates are compared with."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _EngineRun:
         return self.recorder.memory.live - before
 
     def _run_microbatch(self, is_last: bool) -> tuple[PassRecord, PassRecord]:
-        received = tuple(map(self._received, self.stage.inputs))
+        received = tuple(map(self._receive_buffer, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
         made: list[Any] = []
@@ -120,7 +120,7 @@ class _EngineRun:
         outputs.clear()
         self.memory.end_backward(is_last)
 
-    def _received(self, boundary: Boundary) -> torch.Tensor:
+    def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
 

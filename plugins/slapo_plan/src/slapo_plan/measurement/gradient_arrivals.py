@@ -33,7 +33,7 @@ class GradientArrivals:
         self._found: dict[int, nn.Parameter] = {}
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def note_arrivals(self) -> Iterator[None]:
         """Context of the backward."""
         handles = []
         for parameter, edge in zip(self._parameters, self._edges, strict=True):

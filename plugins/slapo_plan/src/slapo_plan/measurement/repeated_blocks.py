@@ -43,7 +43,7 @@ class BlockRun:
         return self.names if len(self.names) <= first + 1 else (*self.names[:first], self.names[-1])
 
     @property
-    def dropped(self) -> int:
+    def num_dropped(self) -> int:
         """Number of blocks that are not measured; each is like the measured one."""
         return len(self.names) - len(self.kept)
 
@@ -105,14 +105,14 @@ def _settings(state: Mapping[str, object]) -> list[tuple[str, object]]:
 
 
 @contextmanager
-def trimmed(runs: list[BlockRun]) -> Iterator[None]:
+def trimmed_runs(runs: list[BlockRun]) -> Iterator[None]:
     """Leave out the blocks of long runs that are not measured, within a block."""
     before = [(run.holder, dict(run.holder._modules)) for run in runs]
     try:
         for run in runs:
             for name in set(run.names) - set(run.kept):
                 del run.holder._modules[name]
-        for holder in {id(run.holder): run.holder for run in runs if run.dropped}.values():
+        for holder in {id(run.holder): run.holder for run in runs if run.num_dropped}.values():
             kept = [*holder._modules.values()]
             holder._modules.clear()
             holder._modules.update({str(index): each for index, each in enumerate(kept)})

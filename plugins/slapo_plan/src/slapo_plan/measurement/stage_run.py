@@ -17,7 +17,7 @@ from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
 from .gradient_arrivals import GradientArrivals
-from .repeated_blocks import BlockRun, block_runs, trimmed
+from .repeated_blocks import BlockRun, block_runs, trimmed_runs
 from .run_recorder import RunRecorder
 from .segments import PassRecord, SegmentMarks, Segments
 from .split_backward import SplitBackward
@@ -52,7 +52,7 @@ def run_stage(
     held = parameters or StageParameters()
     runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
-    with trimmed(runs):
+    with trimmed_runs(runs):
         sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
         with sandbox.open(grad=True), warnings.catch_warnings():
             # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
@@ -90,7 +90,7 @@ class _StageRun:
         self.recorder = RunRecorder()
         paths = {id(module): path for path, module in stage.module.named_modules()}
         blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
-        self.repeated = {paths[id(run.measured)]: run.dropped for run in runs if run.dropped}
+        self.repeated = {paths[id(run.measured)]: run.num_dropped for run in runs if run.num_dropped}
         repeated = {path: {id(each) for each in blocks[path].parameters()} for path in self.repeated}
         self.arrivals = GradientArrivals([*stage.module.parameters()], repeated, self.repeated)
         self.parameters = parameters
@@ -107,7 +107,7 @@ class _StageRun:
     ) -> StageRecord:
         with resizes_noted(self.recorder.memory), self.recorder, self.marks:
             begin = self.marks.measure(self.parameters.begin_step).whole()
-            with self.arrivals.noted():
+            with self.arrivals.note_arrivals():
                 forward, first = self._run_microbatch(self._run_backward)
             following = self._run_microbatch(self._run_backward)[1]
             parts = self._run_split() if splits else None
@@ -150,7 +150,7 @@ class _StageRun:
     def _run_microbatch(
         self, run_backward: Callable[[list[torch.Tensor], Sequence[torch.Tensor]], list[PassRecord]]
     ) -> tuple[PassRecord, list[PassRecord]]:
-        received = tuple(map(self._received, self.stage.inputs))
+        received = tuple(map(self._receive_buffer, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
         made: list[Any] = []
@@ -201,7 +201,7 @@ class _StageRun:
             return PassRecord()
         return step_record(self.recorder, optimizer, parameters)
 
-    def _received(self, boundary: Boundary) -> torch.Tensor:
+    def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
 

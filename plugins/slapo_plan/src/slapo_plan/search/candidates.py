@@ -1,4 +1,4 @@
-"""What each layout costs, and the schedule that runs it."""
+"""Costs of each layout, and the schedule that runs it."""
 
 from __future__ import annotations
 
@@ -93,8 +93,12 @@ class Candidate:
             raise
         return sch
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, model: Mapping[str, Any] | None = None) -> None:
         """Write the schedule as a Python file, which ``load_schedule`` and ``slapo train --schedule`` run.
+
+        Args:
+            path: The file.
+            model: Flags of ``slapo train`` for the model and its batch, written as ``model = {...}``.
 
         Raises:
             SlapoError: the path does not end in ``.py``, or cannot be written.
@@ -113,6 +117,7 @@ class Candidate:
             f"layout = {layout!r}",
             f"build = {self.build_options!r}",
         ]
+        head += [f"model = {dict(model)!r}"] if model else []
         try:
             Path(path).write_text("\n".join([*head, "", "", *lines, ""]), encoding="utf-8")
         except OSError as err:

@@ -15,7 +15,7 @@ from torch import nn
 from slapo_core import Schedule
 from slapo_tracing.recording import Sandbox
 
-from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed
+from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed_runs
 from ..measurement.run_recorder import RunRecorder
 from ..measurement.segments import PassRecord, SegmentMarks, Segments
 from ..measurement.stage_run import step_record
@@ -103,7 +103,7 @@ def trimmed_copy(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[Block
     """Yield a copy of a model, on meta, with three blocks of each run of equal ones, and these runs with their paths."""
     paths = {id(module): path for path, module in model.named_modules()}
     runs = block_runs(model)
-    with trimmed(runs):
+    with trimmed_runs(runs):
         made = copy.deepcopy(model)
     yield made, [(run, [f"{paths[id(run.holder)]}.{name}" for name in run.names]) for run in runs]
 
@@ -127,12 +127,12 @@ def record_model(
     root = schedule.root_module
     sandbox = Sandbox(root, parts[0], fake=True, keeps_values=True)
     with sandbox.open(grad=True):
-        recording = _Recording(root, forward, optimizer, lists)
+        recording = _PartRecorder(root, forward, optimizer, lists)
         recording.run(parts[0])  # its backward allocates the gradients
         return [recording.record(part) for part in parts]
 
 
-class _Recording:
+class _PartRecorder:
     def __init__(self, root: nn.Module, forward: Forward, optimizer: Any, lists: list[tuple[BlockRun, list[str]]]) -> None:
         self.root, self.forward, self.optimizer, self.lists = root, forward, optimizer, lists
         self.recorder = RunRecorder()

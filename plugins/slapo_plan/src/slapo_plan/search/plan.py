@@ -17,8 +17,8 @@ from slapo_core import BuildPlan, SlapoError, create_schedule, get_logger
 
 from ..estimation.estimate import estimate, optimizer_factory, step_model
 from ..estimation.result import Estimate
-from ..fake_process_group import fake_ranks
 from ..hardware import Hardware
+from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import model_errors
 from ..measurement.random_states import tracked_random_states
 from .candidates import Candidate, candidate_of, hardware_for

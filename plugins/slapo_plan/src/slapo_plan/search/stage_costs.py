@@ -64,7 +64,7 @@ class PartSeconds:
             self._collectives[record] = collective_seconds(record, self.hardware)
         return self._collectives[record]
 
-    def recomputed(self, part: Part) -> tuple[PassRecord, PassRecord]:
+    def recomputed_passes(self, part: Part) -> tuple[PassRecord, PassRecord]:
         """Return forward and backward of a block that keeps its output alone; the same objects for equal blocks."""
         if id(part) not in self._recomputed:
             forward, backward = part.forward, part.backward
@@ -155,7 +155,7 @@ class _Stage:
 
     def _passes(self, checkpointed: int) -> tuple[PassRecord, PassRecord]:
         """Return forward and backward of the stage, without their work."""
-        recomputed = [self.seconds.recomputed(each) for each in self.blocks[:checkpointed]]
+        recomputed = [self.seconds.recomputed_passes(each) for each in self.blocks[:checkpointed]]
         forwards = [each.forward for each in self.before] + [each[0] for each in recomputed]
         forwards += [each.forward for each in (*self.blocks[checkpointed:], *self.behind)]
         backwards = [each.backward for each in (*self.behind, *reversed(self.blocks[checkpointed:]))]

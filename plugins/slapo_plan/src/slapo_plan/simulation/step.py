@@ -80,7 +80,7 @@ def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
     """
     run = run_pipeline(order, costs.actions, costs.messages, costs.message_mode)
     ideal = run if not any(costs.messages.values()) else run_pipeline(order, costs.actions)
-    reduced = {rank: _reduced(run, rank, costs) for rank in order}
+    reduced = {rank: _reduction_end(run, rank, costs) for rank in order}
     start = max(reduced.values(), default=0.0)
     ends = [(start if costs.waits else reduced[rank]) + costs.optimizer.get(rank, 0.0) for rank in order]
     seconds = costs.fixed + max(ends, default=0.0)
@@ -91,7 +91,7 @@ def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
     return SimulatedStep(seconds, run, run.bubble, ideal.bubble, reduced, computing, waiting, communicating)
 
 
-def _reduced(run: PipelineRun, rank: int, costs: StepCosts) -> float:
+def _reduction_end(run: PipelineRun, rank: int, costs: StepCosts) -> float:
     """Return the time at which all gradients of a rank are reduced.
 
     A stage's buckets fill evenly during its last backward; one link per rank reduces them one after the other.

@@ -14,6 +14,7 @@ from ..javascript import SCRIPT
 from ..stylesheet import CHART_STYLE, STYLE
 from ..tables import Cell, sortable_table
 from ..units import format_bytes, format_count, format_flops, format_percent, format_seconds, second_scale
+from .candidate_table import candidate_table
 from .rank_memory import count_of, join_equal, memory_bars, memory_table, name_of, peak_of
 from .sections import section, sentences, settings_table, verdict
 
@@ -45,6 +46,8 @@ def plan_page(data: Data) -> str:
             - ``bubble``, ``mfu``: shares of 1. ``step_seconds``: seconds.
             - ``seconds``: parts of the step in seconds, e.g. ``compute``, ``communication``, ``bubble``.
             - ``timeline``: actions as those of ``engine.timeline``; messages are not shown.
+            - ``candidates``: a list of layouts, the fastest first, each with ``layout``, ``recomputed``, ``peak_bytes``,
+              ``step_seconds``, ``tokens_per_second``, ``bubble``, ``mfu`` and ``why`` it is slower.
             - ``problems``: sentences; with any, the plan does not work.
             - ``notes``: sentences.
 
@@ -56,6 +59,7 @@ def plan_page(data: Data) -> str:
         _memory(ranks, _limit(data)),
         section("Step time", _time_parts(data), _timeline(data)),
         _traffic(data),
+        section("Layouts", candidate_table(data.get("candidates") or ())),
         section("Plan", _settings(data)),
         section("Notes", sentences(data.get("notes") or ())),
     ]

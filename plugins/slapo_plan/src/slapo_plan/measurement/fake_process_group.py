@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core import ScheduleError
 
-from .measurement._torch_private import fake_store
+from ._torch_private import fake_store
 
 
 @contextmanager
