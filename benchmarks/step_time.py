@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_plan.hardware import Hardware, calibrate, collective_seconds, work_seconds
-from slapo_plan.measurement import OperatorRecorder
+from slapo_plan.recording import OperatorRecorder
 from slapo_plan.records import CollectiveRecord
 from slapo_plan.simulation import StepCosts, simulate_step
 from slapo_testing import run_distributed

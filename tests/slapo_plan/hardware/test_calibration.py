@@ -11,7 +11,7 @@ from slapo_core import SlapoError
 from slapo_plan.hardware import Hardware, calibrate
 from slapo_plan.hardware.calibration_operators import OperatorTimer
 from slapo_plan.hardware.element_wise_calls import element_wise_calls
-from slapo_plan.measurement import OperatorRecorder
+from slapo_plan.recording import OperatorRecorder
 
 
 def test_each_element_wise_call_is_one_operator() -> None:

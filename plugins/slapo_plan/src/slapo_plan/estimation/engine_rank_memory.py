@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from slapo_training import MemoryRules, PipelineAction
 
-from ..measurement.segments import PassRecord
 from ..measurement.stage_record import StageRecord
+from ..recording.segments import PassRecord
 from .rank_memory import RankMemory
 
 

@@ -17,7 +17,7 @@ from ..hardware import Hardware
 from ..measurement.model_errors import model_errors
 from ..measurement.random_states import tracked_random_states
 from ..measurement.stage_record import StageRecord
-from ..measurement.storage_tracker import storage_bytes
+from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
 from .engine_rank_memory import engine_rank_memory
 from .process_groups import group_name

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from slapo_training import MemoryRules, PipelineAction
 
-from ..measurement.segments import PassRecord
 from ..measurement.stage_record import StageRecord
+from ..recording.segments import PassRecord
 
 
 class RankPlaces(NamedTuple):

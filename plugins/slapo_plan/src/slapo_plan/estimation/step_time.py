@@ -9,8 +9,8 @@ from slapo_core import Program
 from slapo_training import PipelineAction, StepModel
 
 from ..hardware import Hardware, collective_seconds, work_seconds
-from ..measurement.segments import PassRecord
 from ..measurement.stage_record import StageRecord
+from ..recording.segments import PassRecord
 from ..records import CollectiveRecord
 from ..simulation import SimulatedStep, StepCosts, simulate_step
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..measurement import OperatorRecorder
+from ..recording import OperatorRecorder
 from .element_wise_calls import element_wise_calls
 from .rate_curve import Curve
 

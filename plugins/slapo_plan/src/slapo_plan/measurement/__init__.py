@@ -1,9 +1,5 @@
-"""Runs of stages on fake tensors, and what they record.
+"""Runs of stages on fake tensors under a recorder, and steps of real engines.
 
-Modules and tensors enter, on any device, real, fake or meta; ``records`` leave. Private names of torch are in
-``_torch_private.py``.
+Stages, their arguments and an optimizer enter; ``StageRecord`` s leave. It may import ``recording`` and ``records``. Private
+names of torch are in ``_torch_private.py``.
 """
-
-from .operator_recorder import OperatorRecorder
-
-__all__ = ["OperatorRecorder"]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..recording.run_recorder import RunRecorder
+from ..recording.storage_tracker import resizes_noted
 from ..records import Work
 from ._torch_private import FakeTensor
-from .run_recorder import RunRecorder
-from .storage_tracker import resizes_noted
 
 
 class MeasuredStep(NamedTuple):

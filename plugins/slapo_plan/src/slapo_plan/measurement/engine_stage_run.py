@@ -13,11 +13,11 @@ from slapo_core import Boundary, Stage
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageMemory
 
-from .run_recorder import RunRecorder
-from .segments import PassRecord
+from ..recording.run_recorder import RunRecorder
+from ..recording.segments import PassRecord
+from ..recording.storage_tracker import storage_bytes
 from .stage_record import StageRecord
 from .stage_run import StageForward
-from .storage_tracker import storage_bytes
 
 EngineMemory = Callable[[nn.Module], StageMemory]
 """Makes the engine's own tensors for a module with fake tensors."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slapo_training import GradientSize
 
-from .segments import PassRecord
+from ..recording.segments import PassRecord
 
 
 @dataclass(frozen=True)

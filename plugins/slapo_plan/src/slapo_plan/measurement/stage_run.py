@@ -16,13 +16,13 @@ from slapo_core import Boundary, Stage
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
+from ..recording.run_recorder import RunRecorder
+from ..recording.segments import PassRecord, SegmentMarks, Segments
+from ..recording.storage_tracker import resizes_noted, storage_bytes
 from .gradient_arrivals import GradientArrivals
 from .repeated_blocks import BlockRun, block_runs, trimmed_runs
-from .run_recorder import RunRecorder
-from .segments import PassRecord, SegmentMarks, Segments
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
-from .storage_tracker import resizes_noted, storage_bytes
 
 StageForward = Callable[[tuple[torch.Tensor, ...], Mapping[str, Any]], Any]
 """Runs the stage on its received tensors and its arguments of the batch; returns its outputs, or the loss."""

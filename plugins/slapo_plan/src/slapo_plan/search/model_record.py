@@ -16,10 +16,10 @@ from slapo_core import Schedule
 from slapo_tracing.recording import Sandbox
 
 from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed_runs
-from ..measurement.run_recorder import RunRecorder
-from ..measurement.segments import PassRecord, SegmentMarks, Segments
 from ..measurement.stage_run import step_record
-from ..measurement.storage_tracker import storage_bytes
+from ..recording.run_recorder import RunRecorder
+from ..recording.segments import PassRecord, SegmentMarks, Segments
+from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord, Work
 
 Forward = Callable[[Mapping[str, Any]], torch.Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..hardware import Hardware, collective_seconds, work_seconds
-from ..measurement.segments import PassRecord
+from ..recording.segments import PassRecord
 from ..records import CollectiveRecord
 from .layouts import Layout
 from .model_record import ModelRecord, Part, flops_of

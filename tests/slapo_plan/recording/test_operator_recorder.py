@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from slapo_plan.measurement import OperatorRecorder
+from slapo_plan.recording import OperatorRecorder
 from slapo_plan.records import CollectiveRecord, OperatorRecord
 
 
