@@ -19,7 +19,7 @@ from slapo_training import (
 )
 
 from .configuration.options import DeepSpeedOptions
-from .estimation.stage_runner import DeepSpeedStageRunner
+from .stage_runner import DeepSpeedStageRunner
 
 
 class DeepSpeedStepModel(StepModel):

@@ -20,7 +20,7 @@ from slapo_training import (
 )
 
 from .configuration.options import MegatronOptions
-from .estimation.stage_runner import MegatronStageRunner
+from .stage_runner import MegatronStageRunner
 
 
 class MegatronStepModel(StepModel):

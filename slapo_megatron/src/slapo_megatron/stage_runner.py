@@ -12,9 +12,9 @@ from slapo_core import Program
 from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
 from slapo_training.batches import Batch
 
-from ..configuration.options import MegatronOptions
-from ..pipeline import Borders, borders
-from .stage_memory import MegatronStageMemory
+from .configuration.options import MegatronOptions
+from .estimation.stage_memory import MegatronStageMemory
+from .pipeline import Borders, borders
 
 
 class MegatronStageRunner(EngineStageRunner):

@@ -12,12 +12,12 @@ from slapo_core import Program
 from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
 from slapo_training.batches import Batch
 
-from ..configuration.options import DeepSpeedOptions
-from ..pipeline import pack
-from .gathered_memory import GatheredMemory
-from .partitioned_memory import PartitionedMemory
-from .replicated_memory import ReplicatedMemory
-from .zero_settings import ZeroSettings
+from .configuration.options import DeepSpeedOptions
+from .estimation.gathered_memory import GatheredMemory
+from .estimation.partitioned_memory import PartitionedMemory
+from .estimation.replicated_memory import ReplicatedMemory
+from .estimation.zero_settings import ZeroSettings
+from .pipeline import pack
 
 
 class DeepSpeedStageRunner(EngineStageRunner):
