@@ -22,6 +22,7 @@ SLOW = [
     *((model, name) for model in ("bert", "vit") for name in ("tp", "ddp", "checkpoints")),
     *((model, name) for model in ("conv", "mixtral") for name in ("ddp", "fsdp")),
     ("bert", "fsdp"),
+    ("perceptron", "ddp"),
     ("perceptron", "fsdp"),
     *(("lora", name) for name in ("ddp", "fsdp", "zero-bubble", "ddp-fp16")),
 ]

@@ -94,6 +94,8 @@ def rank_memory(
         step.now["gathered"] -= each.begin.change
     if rules.flattens_gradients:
         step.peak(between, "reduction of gradients")
+    if rules.buckets:  # reduced gradients are views of the buckets
+        step.now["gradients"] = 0
     working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
     step.peak(working, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)
