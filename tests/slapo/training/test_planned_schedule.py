@@ -50,7 +50,7 @@ def test_a_folder_becomes_a_planned_training(tmp_path: Path, layout: str) -> Non
 def test_a_planned_schedule_is_verified(tmp_path: Path) -> None:
     file = tmp_path / "schedule.py"
     run(f"plan --layers 2 --hidden 32 --heads 2 --seq 16 --gpus 2 --global-batch 4 --dp 2 --save {file}")
-    assert "step" in run(f"verify --schedule {file}")
+    assert run(f"verify --schedule {file}")  # its exit status is 0
 
 
 @pytest.mark.parametrize(
