@@ -23,7 +23,6 @@ SLOW = [
     *((model, name) for model in ("conv", "mixtral") for name in ("ddp", "fsdp")),
     ("bert", "fsdp"),
     ("perceptron", "ddp"),
-    ("perceptron", "fsdp"),
     *(("lora", name) for name in ("ddp", "fsdp", "zero-bubble", "ddp-fp16")),
 ]
 
