@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from ..hardware import Hardware, collective_seconds, work_seconds
 from ..recording.segments import PassRecord
@@ -40,6 +41,7 @@ class PartSeconds:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self._known: dict[int, tuple[PassRecord, float]] = {}
+        self._gathered: dict[tuple[int, int, int], tuple[Any, tuple[PassRecord, PassRecord]]] = {}
         self._flops: dict[int, int] = {}
         self._collectives: dict[CollectiveRecord, float] = {}
         self._recomputed: dict[int, tuple[Part, PassRecord, PassRecord]] = {}
@@ -49,6 +51,18 @@ class PartSeconds:
             found = work_seconds(record.work, self.hardware)
             self._known[id(record)] = record, found.compute + found.communication + max(0.0, found.overlapped - found.compute)
         return self._known[id(record)][1]
+
+    def gathered_passes(self, forward: PassRecord, backward: PassRecord, part: Part) -> tuple[PassRecord, PassRecord]:
+        """Return the passes of a block that FSDP gathers as it runs: the next one's parameters are gathered meanwhile.
+
+        In the backward its whole gradients are there, too, and the buffer in which they are sent.
+        """
+        key = id(forward), id(backward), id(part)
+        if key not in self._gathered:
+            extra = 2 * part.parameters
+            made = replace(forward, peak=forward.peak + extra), replace(backward, peak=backward.peak + 2 * extra)
+            self._gathered[key] = (forward, backward, part), made
+        return self._gathered[key][1]
 
     def flops(self, record: ModelRecord) -> int:
         """Return the floating-point operations of forward and backward of one micro-batch on one rank of each stage."""
@@ -117,7 +131,6 @@ class _Stage:
         self.parameters = sum(each.parameters for each in parts)
         self.gradients = sum(each.gradients for each in parts)
         self.state = sum(each.optimizer.change for each in parts)
-        self.largest = max(each.parameters for each in parts)
         self.message = record.before.output
 
     def least_checkpointed(self, limit: int) -> int:
@@ -147,19 +160,23 @@ class _Stage:
         several = layout.microbatches > 1
         if layout.data_parallel == "fsdp":
             shard = (self.parameters + self.gradients + self.state) // layout.dp
-            if layout.pp > 1:  # the whole stage is gathered for the whole step
-                return shard + self.parameters + self.gradients * 2
-            return shard + 5 * self.largest  # two gathered units, a gather buffer, full gradients and their send buffer
+            if layout.pp > 1:  # the whole stage is gathered for the whole step, and its gradients are reduced at the end
+                return (self.parameters + self.state) // layout.dp + self.parameters + self.gradients
+            ends = [*self.before, *self.behind]  # one unit, which is gathered for the whole step
+            return shard + sum(each.parameters + each.gradients for each in ends)
         buckets = self.gradients if layout.dp > 1 else 0
         return self.parameters + self.state + buckets + (self.gradients if several or layout.pp > 1 else 0)
 
     def _passes(self, checkpointed: int) -> tuple[PassRecord, PassRecord]:
         """Return forward and backward of the stage, without their work."""
-        recomputed = [self.seconds.recomputed_passes(each) for each in self.blocks[:checkpointed]]
-        forwards = [each.forward for each in self.before] + [each[0] for each in recomputed]
-        forwards += [each.forward for each in (*self.blocks[checkpointed:], *self.behind)]
-        backwards = [each.backward for each in (*self.behind, *reversed(self.blocks[checkpointed:]))]
-        backwards += [each[1] for each in reversed(recomputed)] + [each.backward for each in self.before]
+        plain = [(each.forward, each.backward) for each in self.blocks[checkpointed:]]
+        blocks = [*map(self.seconds.recomputed_passes, self.blocks[:checkpointed]), *plain]
+        if self.layout.data_parallel == "fsdp" and self.layout.pp == 1:
+            blocks = [self.seconds.gathered_passes(*passes, part) for passes, part in zip(blocks, self.blocks, strict=True)]
+        forwards = [each.forward for each in self.before] + [forward for forward, _ in blocks]
+        backwards = [each.backward for each in self.behind] + [backward for _, backward in reversed(blocks)]
+        forwards += [each.forward for each in self.behind]
+        backwards += [each.backward for each in self.before]
         return _join(forwards), _join(backwards)
 
     def cost(self, checkpointed: int) -> StageCost:
