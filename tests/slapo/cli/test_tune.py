@@ -88,7 +88,7 @@ def test_a_script_that_prints_no_throughput_is_one_sentence(folder: Path) -> Non
         ((), "tune: nothing to tune; give --model TYPE, or --schedule FILE SCRIPT, or --config FILE SCRIPT"),
         (("train.py",), "tune: a script needs --schedule FILE with its space, and no --model; or --config FILE"),
         (("--schedule", "missing.py", "train.py"), "schedule('missing.py'): it cannot be read: "),
-        (("--schedule", "train.py", "train.py"), "schedule('train.py'): the file defines no function schedule(sch"),
+        (("--schedule", "empty.py", "train.py"), "schedule('empty.py'): the file defines no function schedule(sch"),
         (
             ("--schedule", "plain.py", "train.py"),
             "schedule('plain.py'): it defines no space(space), and a script's model is not",
@@ -104,6 +104,7 @@ def test_a_script_that_prints_no_throughput_is_one_sentence(folder: Path) -> Non
 )
 def test_what_cannot_be_used_is_one_sentence(folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
     (folder / "plain.py").write_text("def schedule(sch):\n    pass\n")
+    (folder / "empty.py").write_text("")
     status, output = tune(*arguments)
     assert status == 2
     assert output.startswith(sentence)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -131,13 +133,43 @@ def _split_or_derive(
     refusals: list[ScheduleError | TraceError] = []
     for choice in choices:
         try:
-            with savepoint(schedule):
+            with _warnings_of_success(), savepoint(schedule):
                 _split(schedule, choice, plan, sequence_parallel, parallel_loss)
+                if choice is None and choice is choices[0] and (path := _first_whole(schedule, steps)):
+                    raise plan_error(schedule, f"a derived plan leaves {path!r} whole, which the published one splits")
             return
         except (ScheduleError, TraceError) as err:
             refusals.append(err)
             get_logger().debug("tensor_parallel(%r): a plan does not fit: %s", schedule.path, err)
     raise refusals[choices.index(steps)]
+
+
+def _first_whole(schedule: Schedule, steps: Mapping[str, str]) -> str | None:
+    """Return the first module that a plan splits and that is whole."""
+    for path in (path for path, style in steps.items() if "colwise" in style or "rowwise" in style):
+        parameters = [*schedule.mod.get_submodule(path).parameters()]
+        if parameters and not any(map(is_sharded, parameters)):
+            return path
+    return None
+
+
+@contextmanager
+def _warnings_of_success() -> Iterator[None]:
+    """Log the messages of a block only if it succeeds."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger = get_logger()
+    logger.addFilter(hold)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hold)
+    for record in held:
+        logger.handle(record)
 
 
 def _split(

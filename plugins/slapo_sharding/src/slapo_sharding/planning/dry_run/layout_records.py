@@ -37,13 +37,14 @@ class LayoutError(Exception):
         where = f" ({source})" if (source := node.meta.get("source")) else ""
         super().__init__(f"{reason} at {node.name}{where}")
 
-    def sharded_sizes(self) -> set[int]:
-        """Return the whole sizes of the dimensions along which the inputs of the node are sharded."""
+    def sharded_dims(self) -> set[tuple[int, int]]:
+        """Return the dimensions along which the node's inputs are sharded, counted from the end, with their whole sizes."""
         found = set()
         for other in self.node.all_input_nodes:
             value, local = other.meta.get("val"), self.layouts.local_shapes.get(other)
             if isinstance(value, torch.Tensor) and local is not None:
-                found |= {size for size, part in zip(value.shape, local, strict=True) if size != part}
+                parts = enumerate(zip(value.shape, local, strict=True), -value.dim())
+                found |= {(dim, size) for dim, (size, part) in parts if size != part}
         return found
 
 

@@ -30,13 +30,17 @@ class ShardedFill(NamedTuple):
 def fills_to_shard(err: LayoutError) -> dict[fx.Node, ShardedFill]:
     """Return the fills among what a failed node computes with that could be shards of its other inputs' sizes.
 
-    A tensor that is empty shares the faults of what is written into it.
+    A tensor that is empty shares the faults of what is written into it. Of several dimensions of one size the one that lies
+    where the other input is sharded is taken.
     """
-    found, sizes = dict[fx.Node, ShardedFill](), err.sharded_sizes()
+    found, sharded = dict[fx.Node, ShardedFill](), err.sharded_dims()
+    sizes = {size for _, size in sharded}
     for node in upstream_of(other for other in err.node.all_input_nodes if other not in err.layouts.sources):
         if node.target in _FILLS:
             sources = err.sources if node.target in _EMPTY else frozenset[str]()
-            dims = [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
+            shape = node.meta["val"].shape
+            dims = [dim for dim, size in enumerate(shape) if size in sizes]
+            dims = [dim for dim in dims if (dim - len(shape), shape[dim]) in sharded] or dims
             found |= {node: ShardedFill(dims[-1], sources)} if dims else {}
     return found
 
