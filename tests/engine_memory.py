@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -61,19 +62,19 @@ def measured(rank: int, kind: str, target: str, cases: list[tuple[dict[str, int]
         for _ in range(2):
             engine.train_batch(**batch(options))
         gc.collect()
-        after = _storages()
-        left = sum(size for key, size in before.items() if after.get(key) == size)  # of the engine before
+        left = sum(kept.nbytes() for each in before if (kept := each()) is not None)  # of the engine before
         run: Any = lambda engine=engine, options=options: engine.train_batch(**batch(options))  # noqa: E731
         step = min((measure_step(run) for _ in range(2)), key=lambda each: each.peak)  # gloo's threads may keep a tensor longer
         found.append((step.held - left, step.peak - left))
         engine.close()
-        del engine, sch
+        del engine, sch, run
     return found
 
 
-def _storages() -> dict[int, int]:
+def _storages() -> list[weakref.ref[torch.UntypedStorage]]:
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
-    return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors if each.layout is torch.strided}
+    storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
+    return [weakref.ref(each) for each in {each._cdata: each for each in storages}.values()]
 
 
 def estimated(kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> list[tuple[int, int]]:

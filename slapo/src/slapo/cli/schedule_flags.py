@@ -35,7 +35,7 @@ def _values(path: str) -> dict[str, Any]:
     if not path.endswith(".py"):
         return {}
     saved = saved_settings(path)
-    if saved and not declares_space(path):
+    if not declares_space(path):
         return saved
     from slapo_tune import schedule_values  # noqa: PLC0415 - it runs the file, which needs torch
 

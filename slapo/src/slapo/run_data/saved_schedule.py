@@ -49,9 +49,13 @@ def saved_settings(path: str) -> dict[str, Any]:
 
 
 def declares_space(path: str) -> bool:
-    """Return True if a Python schedule file declares a space or its best, so that it must run for their values."""
-    functions = (node.name for node in _statements(path) if isinstance(node, ast.FunctionDef))
-    return not {"space", "best"}.isdisjoint([*functions, *(name for name, _ in _assignments(path))])
+    """Return True if a Python schedule file declares a space or its best, so that it must run for their values.
+
+    A schedule with two arguments takes its space while it runs.
+    """
+    functions = {node.name: node for node in _statements(path) if isinstance(node, ast.FunctionDef)}
+    takes_space = "schedule" in functions and len(functions["schedule"].args.args) > 1
+    return takes_space or not {"space", "best"}.isdisjoint([*functions, *(name for name, _ in _assignments(path))])
 
 
 def _check(values: dict[str, Any], place: str, name: str) -> None:
