@@ -124,11 +124,9 @@ def test_in_the_last_of_two_stages():
 
 def _refusals(rank: int) -> list[str]:
     said = []
-    tied_by_scale, _ = _model("gemma3_text", {})
     own, batch = _model("llama", {})
     own.loss_function = nn.functional.cross_entropy
     models = [
-        (tied_by_scale, {}),
         (own, {}),
         (FAMILIES["t5"].model(depth=1), {"example_inputs": FAMILIES["t5"].batch()}),
         (nn.Sequential(nn.Linear(4, 8)), {"plan": {"0": "colwise_gather_output"}}),
@@ -148,7 +146,7 @@ def test_another_loss_and_a_whole_head_are_refused():
     whole = "the plan does not split the model's head as 'colwise_gather_output'"
     expected = [
         f"tensor_parallel(''): {why}, {remedy}"
-        for why in (whole, "the model's loss is cross_entropy, not ForCausalLMLoss", own, whole)
+        for why in ("the model's loss is cross_entropy, not ForCausalLMLoss", own, whole)
     ]
     assert run_distributed(_refusals, 2) == [expected] * 2
 

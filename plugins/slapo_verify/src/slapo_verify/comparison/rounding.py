@@ -58,8 +58,7 @@ def check_tolerance(tolerance: Any) -> None:
 def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelResults, closely: bool = False) -> ComparisonTask:
     """Return the task with measured rounding errors: of weight updates, and in half precision of all results.
 
-    ``closely`` measures float32 results, too, since a gradient, or a part of one, that is mathematically 0 consists of rounding
-    errors.
+    ``closely`` measures float32 results, too, since a gradient that is mathematically 0 consists of rounding errors.
     """
     weights = reference.named_parameters(remove_duplicate=False) if task.level == "step" else ()
     noise = {f"update of {name!r}": storage_error(each) for name, each in weights if each.is_floating_point()}
@@ -72,15 +71,10 @@ def with_rounding(task: ComparisonTask, reference: nn.Module, expected: ModelRes
     both = [(what, one, other) for what, one, other in rounding if one.dtype is not torch.bool]
     most = _ROUNDED * max((_largest(high) for _, _, high in both), default=0.0) if closely else math.inf
     for what, low, high in both:
-        zero = high.abs() <= _negligible(high, most) if closely else slice(None)
-        noise[what] = noise.get(what, 0.0) + rounding_error(low[zero], high[zero])
+        if not closely or _largest(high) <= most:
+            noise[what] = noise.get(what, 0.0) + rounding_error(low, high)
     rounded = {} if closely else {what: (low, high) for what, low, high in both}
     return replace(task, tolerance=replace(task.tolerance, noise=noise), rounded=rounded)
-
-
-def _negligible(high: torch.Tensor, most: float) -> float:
-    """Return the size up to which numbers of a tensor are taken for 0: all of a small tensor, or few of its digits."""
-    return most if _largest(high) <= most else _ROUNDED * _largest(high)
 
 
 _NOT_ROUNDED = ("weight", "gradient of input", "what the forward left of input")
