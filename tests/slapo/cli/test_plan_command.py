@@ -63,6 +63,7 @@ def test_no_layout_fits_says_by_how_much(tmp_path: Path) -> None:
     assert "GiB of" in result.output
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(tmp_path: Path) -> None:
     hardware = write_small_hardware(tmp_path / "tiny.toml", 1_500_000)
     result = command(f"{SMALL} --gpus 1 --hardware {hardware} --max-batch --json")

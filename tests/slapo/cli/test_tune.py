@@ -58,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 def test_a_script_loads_the_schedule_file_with_the_values_of_a_trial(folder: Path) -> None:
     flags = ("--schedule", "space.py", "--db", "tune.json", "--save", "best.py", "--report", "tune.html", "--timeout", "60")
     status, output = tune(*flags, "train.py", "tp", "--lr", "{width}")

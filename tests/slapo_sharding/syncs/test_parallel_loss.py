@@ -96,6 +96,7 @@ def _same(rank: int, name: str, given: dict[str, Any], config: dict[str, Any]) -
         ("llama", {}, {}),
         ("llama", {}, {"tie_word_embeddings": True, "vocab_size": 65}),
         ("gpt2", {}, {}),
+        pytest.param("gemma3_text", {}, {}, marks=pytest.mark.slow),
         pytest.param("cohere", {}, {}, marks=pytest.mark.slow),
         pytest.param("granite", {}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", {}, {}, marks=pytest.mark.slow),
