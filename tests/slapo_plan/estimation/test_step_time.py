@@ -40,10 +40,8 @@ def test_four_microbatches_take_about_four_times_as_long_as_one() -> None:
 def test_the_bubble_of_a_pipeline_is_that_of_1f1b() -> None:
     found = estimated(pp=2)
     assert found.time is not None
-    stages = [found.time.run.busy / 2 for _ in range(2)]
     assert found.time.ideal_bubble == pytest.approx(1 / 5, abs=0.12)  # (stages - 1) / (stages - 1 + micro-batches), if equal
     assert found.time.bubble >= found.time.ideal_bubble
-    assert sum(stages) < 2 * found.time.seconds
 
 
 def test_recomputation_adds_operations_and_time_but_no_model_operations() -> None:

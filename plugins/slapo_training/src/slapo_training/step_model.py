@@ -16,7 +16,7 @@ from .batches import Batch
 from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
-"""How an engine sends tensors between stages.
+"""Way in which an engine sends tensors between stages.
 
 ``"overlapped"``: a message leaves when its tensor is ready, while both ranks go on computing.
 ``"on_demand"``: the sender goes on; the transfer begins when the receiver waits for it.

@@ -114,7 +114,7 @@ class Estimate:
             "target": self.target,
             "layout": dict(self.layout),
             "settings": dict(self.settings),
-            "ranks": [_rank_data(each, self) for each in self.ranks],
+            "ranks": [_rank_data(each) for each in self.ranks],
             "collectives": [vars(each) for each in self.collectives],
             "flops": {"model": self.model_flops, "hardware": self.flops},
             "problems": [*self.problems],
@@ -160,7 +160,7 @@ class Estimate:
             yield f"note: {note}"
 
 
-def _rank_data(each: RankEstimate, estimate: Estimate) -> dict[str, Any]:
+def _rank_data(each: RankEstimate) -> dict[str, Any]:
     return {
         "rank": each.rank,
         "count": each.count,

@@ -36,7 +36,7 @@ def step_time(
         hardware: The cluster.
     """
     size = program.mesh.size() if program.mesh is not None else 1
-    busy = hardware.with_busy(min(hardware.devices_per_node, size))
+    busy = hardware.for_job(size)
     ranks, stages = len(order), len(records)
     microbatches = sum(action.kind == "F" for action in order[0]) // max(1, sum(program.rank_of(i) == 0 for i in range(stages)))
     reductions, fixed = {}, 0.0

@@ -107,6 +107,10 @@ class Hardware:
         """Return this hardware while so many ranks of each node work at the same time."""
         return self if ranks == self.busy else replace(self, busy=ranks)
 
+    def for_job(self, ranks: int) -> Hardware:
+        """Return this hardware while a job of so many ranks works, which fills one node after the other."""
+        return self.with_busy(min(self.devices_per_node, ranks))
+
     @cached_property
     def busy_measurements(self) -> Measurements | None:
         """Measurements with at least as many busy ranks as now, or with the most; None if nothing was measured."""

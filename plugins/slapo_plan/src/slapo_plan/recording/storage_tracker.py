@@ -65,10 +65,6 @@ class StorageTracker:
         self._known[key] = reference, size
         self._grow(size - before)
 
-    def add_transient(self, size: int) -> None:
-        """Count bytes that are allocated for a moment beside all that is live."""
-        self.peak = max(self.peak, self.live + size)
-
     def begin_peak(self) -> None:
         """Forget the peak; it starts at what is live."""
         self.peak = self.live

@@ -9,7 +9,6 @@ from typing import Any
 
 from slapo_core import Schedule, SlapoError
 
-from ..hardware import Hardware
 from ..records import CollectiveRecord
 from .layouts import Layout, Rejection
 from .model_record import ModelRecord
@@ -179,8 +178,3 @@ def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seco
     pipeline = sum(passes) + (layout.pp - 1) * message + (layout.microbatches - 1) * slowest
     bubble = 1 - layout.microbatches * sum(passes) / (layout.pp * pipeline) if pipeline else 0.0
     return pipeline + max(each.after for each in stages), bubble
-
-
-def hardware_for(hardware: Hardware, ranks: int) -> Hardware:
-    """Return the hardware while so many ranks work."""
-    return hardware.with_busy(min(hardware.devices_per_node, ranks))

@@ -21,7 +21,7 @@ from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import model_errors
 from ..measurement.random_states import tracked_random_states
-from .candidates import Candidate, candidate_of, hardware_for
+from .candidates import Candidate, candidate_of
 from .layouts import Layout, LayoutSpace, Rejection, check_constraints
 from .model_record import ModelRecord, record_model, trimmed_copy
 from .stage_costs import PartSeconds
@@ -151,7 +151,7 @@ def plan(
         SlapoError: constraints contradict each other, or the model does not run on fake tensors.
     """
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
-    source = _Source(model, batch, target, options, hardware_for(cluster, ranks))
+    source = _Source(model, batch, target, options, cluster.for_job(ranks))
     allowed = check_constraints(constraints or {})
     found = source.search(ranks, global_batch, allowed)
     source.check_best(found, check)

@@ -44,7 +44,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class MeasurementSettings:
-    """How often a training step is measured.
+    """Limits on the number of measured training steps.
 
     Args:
         warmup: Steps before the first that counts.

@@ -16,7 +16,7 @@ _FILLS = (*_EMPTY, torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones",
 
 
 class ShardedFill(NamedTuple):
-    """How each rank makes its shard.
+    """Rule by which each rank makes its shard of a tensor without data.
 
     Args:
         dim: Dimension along which it is sharded.
