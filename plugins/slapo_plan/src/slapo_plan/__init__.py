@@ -13,6 +13,7 @@ from slapo_core import lazy_names
 
 if TYPE_CHECKING:
     from .estimation.estimate import estimate
+    from .estimation.link_totals import CollectiveTotal, LinkTotal, TrafficMatrix
     from .estimation.result import Estimate
     from .hardware import Hardware, calibrate
     from .measurement.engine_run import MeasuredStep, measure_step
@@ -23,6 +24,7 @@ else:
         __name__,
         {
             "estimation.estimate": ["estimate"],
+            "estimation.link_totals": ["CollectiveTotal", "LinkTotal", "TrafficMatrix"],
             "estimation.result": ["Estimate"],
             "measurement.fake_process_group": ["fake_ranks"],
             "hardware": ["Hardware", "calibrate"],
@@ -31,4 +33,17 @@ else:
         },
     )
 
-__all__ = ["Estimate", "Hardware", "MeasuredStep", "Plan", "calibrate", "estimate", "fake_ranks", "measure_step", "plan"]
+__all__ = [
+    "CollectiveTotal",
+    "Estimate",
+    "Hardware",
+    "LinkTotal",
+    "MeasuredStep",
+    "Plan",
+    "TrafficMatrix",
+    "calibrate",
+    "estimate",
+    "fake_ranks",
+    "measure_step",
+    "plan",
+]

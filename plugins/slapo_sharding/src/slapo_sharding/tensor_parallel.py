@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +16,7 @@ from .planning.derivation.replicated_modules import first_rank_only, plan_error
 from .planning.derivation.vocabulary import vocabulary_steps
 from .planning.derived_plan import apply_derived_plan
 from .planning.execution import layer_backends, rng_forks
+from .planning.execution.held_messages import messages_of_success
 from .planning.execution.optional_outputs import ATTENTIONS, HIDDEN_STATES, OptionalOutputGuard
 from .planning.execution.plan_steps import fork_stack, group_by_parent, reduce_shared_gradients, split_stack
 from .planning.published_plan import (
@@ -133,7 +132,7 @@ def _split_or_derive(
     refusals: list[ScheduleError | TraceError] = []
     for choice in choices:
         try:
-            with _warnings_of_success(), savepoint(schedule):
+            with messages_of_success(), savepoint(schedule):
                 _split(schedule, choice, plan, sequence_parallel, parallel_loss)
                 if choice is None and choice is choices[0] and (path := _first_whole(schedule, steps)):
                     raise plan_error(schedule, f"a derived plan leaves {path!r} whole, which the published one splits")
@@ -151,25 +150,6 @@ def _first_whole(schedule: Schedule, steps: Mapping[str, str]) -> str | None:
         if parameters and not any(map(is_sharded, parameters)):
             return path
     return None
-
-
-@contextmanager
-def _warnings_of_success() -> Iterator[None]:
-    """Log the messages of a block only if it succeeds."""
-    held: list[logging.LogRecord] = []
-
-    def hold(record: logging.LogRecord) -> bool:
-        held.append(record)
-        return False
-
-    logger = get_logger()
-    logger.addFilter(hold)
-    try:
-        yield
-    finally:
-        logger.removeFilter(hold)
-    for record in held:
-        logger.handle(record)
 
 
 def _split(

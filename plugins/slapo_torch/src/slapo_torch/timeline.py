@@ -119,7 +119,8 @@ def chrome_trace(actions: Sequence[Action]) -> dict[str, Any]:
 def _event(action: Action, origin: float) -> dict[str, Any]:
     kind = action["kind"]
     track = 0 if kind not in MESSAGES else 1 if kind.startswith("SEND") else 2
-    name, category = f"{kind} {action['microbatch']}", {**COMPUTES, **MESSAGES}.get(kind, str(kind))
+    name = kind if action["microbatch"] is None else f"{kind} {action['microbatch']}"
+    category = {**COMPUTES, **MESSAGES}.get(kind, str(kind))
     made = _slice(name, category, action["rank"], track, action["start"] - origin, action["end"] - origin)
     return {**made, "args": {"stage": action["stage"], "micro-batch": action["microbatch"]}}
 

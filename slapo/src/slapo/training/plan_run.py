@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slapo_core import ScheduleError, SlapoError, get_logger, init_empty_weights
-from slapo_plan import Hardware, Plan, calibrate, plan
+from slapo_plan import Estimate, Hardware, Plan, calibrate, plan
 from slapo_report import format_bytes, format_count, plan_page
 
 from ..run_data.settings import SettingsError, is_folder
@@ -158,11 +158,16 @@ def _write(settings: PlanSettings, found: Plan, hardware: Hardware) -> list[str]
         found.best.save(settings.save, model=_model_flags(settings))
         notes.append(f"schedule: {settings.save}; train it by `slapo train --schedule {settings.save}`")
     if settings.report:
+        exact = found.estimate()
         try:
-            Path(settings.report).write_text(plan_page(_page_data(settings, found, hardware)), encoding="utf-8")
+            Path(settings.report).write_text(plan_page(_page_data(settings, found, hardware, exact)), encoding="utf-8")
         except OSError as err:
             raise SettingsError(f"--report {settings.report}: cannot be written, {err.strerror}; give another file") from err
         notes.append(f"report: {settings.report}")
+        if exact.time is not None:
+            trace = os.path.splitext(settings.report)[0] + ".trace.json"
+            exact.save_trace(trace)
+            notes.append(f"simulated step: {trace}; open it in https://ui.perfetto.dev")
     return notes
 
 
@@ -174,10 +179,10 @@ def _model_flags(settings: PlanSettings) -> dict[str, Any]:
     return {**sizes, "batch": settings.global_batch}
 
 
-def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware) -> dict[str, Any]:
+def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware, estimate: Estimate) -> dict[str, Any]:
     best = found.best
     predicted = {"step_seconds": best.step_seconds, "bubble": best.bubble, "mfu": best.mfu}
-    exact = {key: value for key, value in found.estimate().to_dict().items() if value is not None}
+    exact = {key: value for key, value in estimate.to_dict().items() if value is not None}
     flops = {"model": best.flops, **exact.get("flops", {})}
     device = {"name": hardware.name, "memory_bytes": hardware.memory_bytes}
     return {

@@ -18,13 +18,15 @@ from ..measurement.model_errors import model_errors
 from ..measurement.random_states import tracked_random_states
 from ..measurement.stage_record import StageRecord
 from ..recording.storage_tracker import storage_bytes
-from ..records import CollectiveRecord, OperatorRecord
+from ..records import CollectiveRecord
 from .engine_rank_memory import engine_rank_memory
-from .process_groups import group_name
+from .process_groups import MeshGroups
 from .rank_memory import RankPlaces, rank_memory
-from .result import CollectiveTotal, Estimate, RankEstimate
+from .rank_work import model_flops, rank_collectives, rank_flops
+from .result import Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
+from .traffic import StepTraffic
 
 
 def estimate(
@@ -78,6 +80,8 @@ def estimate(
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
+    cluster = hardware if hardware is None or isinstance(hardware, Hardware) else Hardware.load(hardware)
+    traffic = StepTraffic(MeshGroups(program.mesh), cluster)
     ranks, collectives = [], []
     others: dict[int, list[CollectiveRecord]] = {}
     for rank in range(layout["pp"]):
@@ -86,16 +90,23 @@ def estimate(
             memory = engine_rank_memory(own, order[rank], rules, len(parts), nbytes)
         else:
             memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
-        ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, _flops(own, order[rank])))
+        ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, rank_flops(own, order[rank])))
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
-        collectives += _collectives(program, rank, own, others[rank], order[rank])
-    found = Estimate(**about, ranks=ranks, collectives=collectives, model_flops=_model_flops(program, records, order))
-    if hardware is None:
+        collectives += traffic.add(rank, rank_collectives(own, order[rank], others[rank]))
+    found = Estimate(
+        **about,
+        ranks=ranks,
+        collectives=collectives,
+        links=traffic.links(),
+        traffic=traffic.matrix(),
+        notes=traffic.notes(),
+        model_flops=model_flops(program, records, order),
+    )
+    if cluster is None:
         return found
-    cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     return replace(found, hardware=cluster, time=step_time(program, records, order, others, model, options, cluster))
 
 
@@ -135,46 +146,3 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
             repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
     return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
 
-
-def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:
-    """Iterate over the work of all actions."""
-    for kind, index, _ in order:
-        if kind == "F":
-            yield records[index].forward.work
-        elif kind == "W":
-            yield records[index].next_weights.work
-        else:
-            split = records[index].inputs_backward
-            yield records[index].next_backward.work if kind == "B" or split is None else split.work
-
-
-def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:
-    counts = Counter(map(id, (passes := [*_passes(records, order)])))
-    flops = {id(work): sum(each.flops for each in work if isinstance(each, OperatorRecord)) for work in passes}
-    return sum(flops[key] * count for key, count in counts.items())
-
-
-def _model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
-    """Return three times the operations of all forwards, over all ranks: those of a step without recomputation."""
-    forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
-    once = sum(
-        count * sum(each.flops for each in records[index].forward.work if isinstance(each, OperatorRecord))
-        for index, count in forwards.items()
-    )
-    return 3 * once * program.axis_size("dp") * program.axis_size("tp")
-
-
-def _collectives(
-    program: Program,
-    rank: int,
-    records: Mapping[int, StageRecord],
-    others: Sequence[CollectiveRecord],
-    order: Sequence[PipelineAction],
-) -> list[CollectiveTotal]:
-    """Return the collectives of a rank: those within its stages, and ``others``."""
-    found: Counter[tuple[str, str, int]] = Counter()
-    for work in (*_passes(records, order), others):
-        for each in work:
-            if isinstance(each, CollectiveRecord):
-                found[each.kind, group_name(program.mesh, each.ranks), each.nbytes] += 1
-    return [CollectiveTotal(*key, count, rank) for key, count in found.items()]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from slapo_core import SlapoError
+
 from ..hardware import Hardware
 from ..simulation import SimulatedStep
+from .estimate_text import estimate_lines
+from .link_totals import CollectiveTotal, LinkTotal, TrafficMatrix
 from .rank_memory import RankMemory
+from .report import trace_path, write_page, write_trace
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,25 +41,6 @@ class RankEstimate:
 
 
 @dataclass(frozen=True)
-class CollectiveTotal:
-    """Equal collectives of one rank in a step.
-
-    Args:
-        kind: As in ``CollectiveRecord``.
-        axis: Mesh axis of the group; its ranks if it is no axis.
-        nbytes: Bytes of one of them.
-        count: Number of them.
-        rank: Rank along ``pp`` that issues them.
-    """
-
-    kind: str
-    axis: str
-    nbytes: int
-    count: int
-    rank: int
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Estimate of one training step.
 
@@ -64,6 +51,8 @@ class Estimate:
         settings: Options of ``build`` that differ from their defaults, and the rows of a micro-batch.
         ranks: Each rank along ``pp``; empty if the schedule cannot be built.
         collectives: Collectives of each rank along ``pp``.
+        links: What each rank along ``pp`` sends over each class of links.
+        traffic: Bytes from ranks to ranks, or from groups to groups of many ranks; None if the schedule cannot be built.
         problems: Reasons why the step cannot run, one sentence each.
         notes: What the estimate leaves out, one sentence each.
         model_flops: Floating-point operations of a step over all ranks, recomputation not counted.
@@ -77,6 +66,8 @@ class Estimate:
     settings: Mapping[str, Any]
     ranks: Sequence[RankEstimate] = ()
     collectives: Sequence[CollectiveTotal] = ()
+    links: Sequence[LinkTotal] = ()
+    traffic: TrafficMatrix | None = None
     problems: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
     model_flops: int = 0
@@ -115,7 +106,9 @@ class Estimate:
             "layout": dict(self.layout),
             "settings": dict(self.settings),
             "ranks": [_rank_data(each) for each in self.ranks],
-            "collectives": [vars(each) for each in self.collectives],
+            "collectives": [vars(each) | {"link": each.link} for each in self.collectives],
+            "links": [vars(each) for each in self.links],
+            "traffic": _traffic_data(self.traffic),
             "flops": {"model": self.model_flops, "hardware": self.flops},
             "problems": [*self.problems],
             "notes": [*self.notes],
@@ -135,29 +128,43 @@ class Estimate:
             "timeline": self.time.timeline(),
         }
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a page of memory, simulated step and traffic: one HTML file that loads nothing.
 
-    def _lines(self) -> Iterator[str]:
-        layout = " ".join(f"{axis}={size}" for axis, size in self.layout.items() if size > 1) or "one rank"
-        yield f"{self.model}, {layout}, target {self.target!r}"
-        if self.settings:
-            yield ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        for problem in self.problems:
-            yield f"cannot run: {problem}"
-        if self.ranks:
-            yield from _memory_table(self.ranks)
-            yield f"{self.flops / 1e12:.4g} TFLOP per step over all ranks, {self.model_flops / 1e12:.4g} without recomputation"
-        if self.time is not None and self.hardware is not None:
-            limit = self.hardware.usable_bytes
-            fits = "fits" if self.peak <= limit else "does not fit"
-            yield f"{self.hardware.name}: {fits}, {_size(self.peak)} of {_size(limit)}"
-            parts = f"bubble {self.time.bubble:.1%}, MFU {self.mfu:.1%}"
-            yield f"step of {self.time.seconds:.4g} s, {parts}, {self.time.communicating:.3g} s of exposed communication"
-        for each in self.collectives:
-            yield f"pp rank {each.rank}: {each.count} x {each.kind} over {each.axis} of {_size(each.nbytes)}"
-        for note in self.notes:
-            yield f"note: {note}"
+        With hardware, the simulated step is written beside it as a trace: ``plan.trace.json`` for ``plan.html``.
+
+        Args:
+            path: File to write, e.g. ``"plan.html"``.
+
+        Raises:
+            SlapoError: a file cannot be written.
+        """
+        data = self.to_dict()
+        if self.time is None:
+            write_page(path, data)
+            return
+        trace = trace_path(path)
+        data["notes"] += [f"{trace.name} has the simulated step; open it in https://ui.perfetto.dev"]
+        write_page(path, data)
+        self.save_trace(trace)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the simulated step as a trace for https://ui.perfetto.dev or Chrome's ``about:tracing``.
+
+        A process of the trace is a rank along ``pp``, with tracks for computation, sends and receives.
+
+        Args:
+            path: File to write, JSON.
+
+        Raises:
+            SlapoError: the estimate has no times since it was made without ``hardware``, or the file cannot be written.
+        """
+        if self.time is None:
+            raise SlapoError("save_trace: the estimate has no times; estimate with hardware=, e.g. hardware='h100'")
+        write_trace(path, self.time.timeline())
+
+    def __str__(self) -> str:
+        return "\n".join(estimate_lines(self))
 
 
 def _rank_data(each: RankEstimate) -> dict[str, Any]:
@@ -173,19 +180,5 @@ def _rank_data(each: RankEstimate) -> dict[str, Any]:
     }
 
 
-def _memory_table(ranks: Sequence[RankEstimate]) -> Iterator[str]:
-    kinds = [kind for kind in ranks[0].memory.kinds if any(each.memory.kinds[kind] for each in ranks)]
-    rows = [["pp rank", "stages", *kinds, "peak", "at"]]
-    for each in ranks:
-        sizes = [_size(each.memory.kinds[kind]) for kind in kinds]
-        rows.append([str(each.rank), ",".join(map(str, each.stages)), *sizes, _size(each.memory.peak), each.memory.when])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
+def _traffic_data(matrix: TrafficMatrix | None) -> dict[str, Any]:
+    return {} if matrix is None else {"labels": [*matrix.labels], "bytes": [[*row] for row in matrix.sent]}

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from slapo_core import Program, SlapoError, Stage
+from slapo_tracing.nodes import module_signature
 from slapo_training import StageRunner
 
 from ..measurement.engine_stage_run import run_engine_stage
-from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
+
+MOST_VALUES = 2**20
+"""Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
@@ -42,7 +45,7 @@ def stage_records(
     """
     engine = runner.memory(optimizer)
 
-    def record(index: int) -> StageRecord:
+    def record(index: int, most_values: int | None = MOST_VALUES) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
@@ -50,11 +53,13 @@ def stage_records(
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
         try:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
-        except SlapoError as err:
-            if not runner.adapts_to(err):
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, most_values)
+        except Exception as err:  # the model's code may raise anything where it reads a value that was dropped
+            if isinstance(err, SlapoError) and runner.adapts_to(err):
+                return record(index, most_values)
+            if most_values is None:
                 raise
-            return record(index)
+            return record(index, None)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:
@@ -78,4 +83,4 @@ def _signature(stage: Stage) -> Hashable:
     if not isinstance(code, str):
         return id(stage.module)
     inputs = tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs)
-    return (_BLOCK_NUMBER.sub("#", code), inputs, stage.batch_inputs, block_signature(stage.module))
+    return (_BLOCK_NUMBER.sub("#", code), inputs, stage.batch_inputs, module_signature(stage.module))

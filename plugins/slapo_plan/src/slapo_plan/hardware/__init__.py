@@ -7,7 +7,7 @@ peak rates, latencies and assumed efficiencies otherwise. It may import ``record
 
 from .calibration import calibrate
 from .cluster_parts import Link, Measurements
-from .collective_seconds import collective_seconds
+from .collective_seconds import LinkBytes, collective_seconds, link_bytes
 from .description import Hardware
 from .operator_seconds import WorkSeconds, operator_seconds, work_seconds
 from .rate_curve import Curve
@@ -16,10 +16,12 @@ __all__ = [
     "Curve",
     "Hardware",
     "Link",
+    "LinkBytes",
     "Measurements",
     "WorkSeconds",
     "calibrate",
     "collective_seconds",
+    "link_bytes",
     "operator_seconds",
     "work_seconds",
 ]

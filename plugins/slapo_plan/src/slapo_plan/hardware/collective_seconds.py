@@ -1,9 +1,11 @@
-"""Seconds of collectives and messages between devices."""
+"""Seconds of collectives and messages between devices, and the bytes that they send over each kind of link."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import ceil, log2
+from typing import NamedTuple
 
 from ..records import CollectiveRecord
 from .cluster_parts import Link
@@ -29,13 +31,55 @@ def collective_seconds(record: CollectiveRecord, hardware: Hardware) -> float:
     count = len(record.ranks)
     if count < 2 or (record.kind == "send" and record.ranks[0] == record.ranks[1]):
         return 0.0
-    per_node = Counter(map(hardware.node_of, record.ranks))
-    if len(per_node) > 1:
-        return _between_nodes(record, hardware, len(per_node), min(per_node.values()))
+    nodes, local = _nodes_of(record.ranks, hardware)
+    if nodes > 1:
+        return _between_nodes(record, hardware, nodes, local)
     if (curve := _measured_seconds(record.kind, count, hardware)) is not None:
         return curve.at(record.nbytes)
     bandwidth = _bandwidth(hardware.link, record.kind, count, hardware.devices_per_node)
     return _within(record.kind, record.nbytes, count, bandwidth, hardware.link.latency)
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that one rank of a group sends in one collective, the mean over the ranks of the group.
+
+    Args:
+        within: Bytes over the links of its node.
+        between: Bytes over the network to other nodes.
+    """
+
+    within: float
+    between: float
+
+
+def _nodes_of(ranks: Sequence[int], hardware: Hardware) -> tuple[int, int]:
+    """Return the number of nodes of some global ranks, and the number of these ranks in the node that has the fewest."""
+    per_node = Counter(map(hardware.node_of, ranks))
+    return len(per_node), min(per_node.values())
+
+
+def link_bytes(kind: str, nbytes: int, count: int, nodes: int = 1, local: int = 1) -> LinkBytes:
+    """Return the bytes that a rank sends, by the algorithms that ``collective_seconds`` assumes; rings and trees send as many.
+
+    Args:
+        kind: As in ``CollectiveRecord``; of a message, the bytes of its sender.
+        nbytes: Bytes of the whole tensor.
+        count: Number of ranks.
+        nodes: Number of nodes of the group.
+        local: Number of its ranks in a node, if there are several nodes.
+    """
+    if kind == "send":
+        return LinkBytes(0.0, nbytes) if nodes > 1 else LinkBytes(nbytes, 0.0)
+    if nodes == 1:
+        return LinkBytes(_share(kind, nbytes, count), 0.0)
+    if kind == "all_to_all":
+        return LinkBytes(nbytes * (local - 1) / count, nbytes * (count - local) / count)
+    return LinkBytes(_share(kind, nbytes, local), _share(kind, nbytes / local, nodes))
+
+
+def _share(kind: str, nbytes: float, count: int) -> float:
+    """Return the bytes that each of so many ranks sends."""
+    return _VOLUME.get(kind, 1.0) * nbytes * (count - 1) / count
 
 
 def _measured_seconds(kind: str, count: int, hardware: Hardware) -> Curve | None:

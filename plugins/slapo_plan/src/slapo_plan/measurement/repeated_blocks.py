@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import nn
 
-from slapo_tracing.nodes import forward_wrappers, own_forward
+from slapo_tracing.nodes import module_signature
 
 KEPT = 3
 """Blocks of a run that are measured: the first, one between and the last."""
-
-_NUMBERS = re.compile(r"(^|_)(idx|index|id|number|path|name)$")
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
             return
         if isinstance(each, nn.ModuleList):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
-            for _, equal in groupby(children, key=lambda item: block_signature(item[1])):
+            for _, equal in groupby(children, key=lambda item: module_signature(item[1])):
                 names, blocks = zip(*equal, strict=True)
                 found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead))
             return
@@ -71,37 +66,6 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
 
     visit(module)
     return found
-
-
-def block_signature(module: nn.Module) -> Hashable:
-    """Return what decides the work and memory of a module: equal for layers that differ in their weights and numbers."""
-    return tuple(map(_facts, module.modules()))
-
-
-def _facts(module: nn.Module) -> Hashable:
-    tensors = [
-        (name, each.shape, each.dtype, each.requires_grad)
-        for name, each in (*module._parameters.items(), *module._buffers.items())
-        if each is not None
-    ]
-    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    called = [hook for table in tables for hook in table.values()]
-    own = own_forward(module)
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return (kind, *_settings(vars(module)), *tensors, *map(_code, [own, *forward_wrappers(module), *called]))
-
-
-def _code(called: object) -> Hashable:
-    """Return what a hook or wrapper does, without the tensors and modules it is bound to."""
-    inner = getattr(called, "func", called)  # of a partial
-    state = getattr(inner, "__dict__", {})
-    policies = [repr(value) for value in state.values() if is_dataclass(value)]
-    return (getattr(inner, "__qualname__", type(inner)), *_settings(state), *policies)
-
-
-def _settings(state: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Return the plain attributes that decide what runs: all but numbers and paths of the layer itself."""
-    return [(name, value) for name, value in state.items() if isinstance(value, _PLAIN) and not _NUMBERS.search(name)]
 
 
 @contextmanager

@@ -36,6 +36,7 @@ def run_stage(
     optimizer: OptimizerFactory | None = None,
     parameters: StageParameters | None = None,
     splits: bool = False,
+    most_values: int | None = None,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -48,12 +49,13 @@ def run_stage(
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
+        most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
     """
     held = parameters or StageParameters()
     runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
-        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
+        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True, most_values=most_values)
         with sandbox.open(grad=True), warnings.catch_warnings():
             # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)

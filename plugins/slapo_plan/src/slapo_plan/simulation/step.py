@@ -51,6 +51,7 @@ class SimulatedStep:
         computing: Mean over ranks of the seconds in actions and in the optimizer.
         waiting: Mean over ranks of the seconds without work for them in this order of actions.
         communicating: Rest of the step: messages and reductions that nothing hides.
+        updates: Start and end of the optimizer of each rank.
     """
 
     seconds: float
@@ -61,10 +62,22 @@ class SimulatedStep:
     computing: float
     waiting: float
     communicating: float
+    updates: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def timeline(self, dp: int = 0, tp: int = 0) -> list[dict[str, Any]]:
-        """Return actions and messages in the format of ``engine.timeline``, in seconds from the start of the pipeline."""
-        return self.run.timeline(dp, tp)
+        """Return actions and messages in the format of ``engine.timeline``, in seconds from the start of the pipeline.
+
+        Reductions behind the last backward of a rank, ``"gradient reduction"``, and ``"optimizer step"`` have no micro-batch.
+        """
+        found = self.run.timeline(dp, tp)
+        for rank, row in self.run.order.items():
+            computed = self.run.ends[rank][-1] if row else 0.0
+            parts = {"gradient reduction": (computed, self.reduced.get(rank, computed)), "optimizer step": self.updates.get(rank)}
+            place = {"rank": rank, "dp": dp, "tp": tp, "stage": row[-1].stage if row else 0, "microbatch": None}
+            for kind, times in parts.items():
+                if times is not None and times[1] > times[0]:
+                    found.append({**place, "kind": kind, "start": times[0], "end": times[1]})
+        return found
 
 
 def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
@@ -82,13 +95,14 @@ def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
     ideal = run if not any(costs.messages.values()) else run_pipeline(order, costs.actions)
     reduced = {rank: _reduction_end(run, rank, costs) for rank in order}
     start = max(reduced.values(), default=0.0)
-    ends = [(start if costs.waits else reduced[rank]) + costs.optimizer.get(rank, 0.0) for rank in order]
-    seconds = costs.fixed + max(ends, default=0.0)
+    begins = {rank: start if costs.waits else reduced[rank] for rank in order}
+    updates = {rank: (begin, begin + costs.optimizer.get(rank, 0.0)) for rank, begin in begins.items()}
+    seconds = costs.fixed + max((end for _, end in updates.values()), default=0.0)
     ranks = max(1, len(order))
     computing = (run.busy + sum(costs.optimizer.values())) / ranks
     waiting = ideal.seconds - ideal.busy / ranks
     communicating = max(0.0, seconds - costs.fixed - computing - waiting)
-    return SimulatedStep(seconds, run, run.bubble, ideal.bubble, reduced, computing, waiting, communicating)
+    return SimulatedStep(seconds, run, run.bubble, ideal.bubble, reduced, computing, waiting, communicating, updates)
 
 
 def _reduction_end(run: PipelineRun, rank: int, costs: StepCosts) -> float:

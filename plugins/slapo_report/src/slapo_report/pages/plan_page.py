@@ -21,7 +21,10 @@ from .sections import section, sentences, settings_table, verdict
 MOST_BARS = 2000
 """Actions of the timeline that have a bar with a tooltip each; more are drawn as one picture for each rank."""
 
-BUSY = "Busy: the share of the simulated step in which the rank computes; the rest of a row is its bubble and waits."
+BUSY = (
+    "Busy: the share of the simulated step in which the rank computes, reduces gradients that nothing hides, or steps its "
+    "optimizer; the rest of a row is its bubble and waits."
+)
 
 Data = Mapping[str, Any]
 
@@ -40,7 +43,10 @@ def plan_page(data: Data) -> str:
               is not all between them, ``stages``, ``memory`` (kind to bytes at the peak), ``peak_bytes``, and ``when`` the
               peak is.
             - ``collectives``: a list with ``kind``, ``axis``, ``link``, the ``rank`` along ``pp``, the ``count`` in a step, and
-              ``nbytes``, the bytes of one of them.
+              ``nbytes``, the bytes of one of them; with ``within`` and ``between``, the bytes that a rank sends in one of them
+              over the links of its node and over the network.
+            - ``links``: a list of classes of links, each with ``link``, the ``rank`` along ``pp``, the ``count`` of collectives and
+              messages, ``nbytes``, what such a rank sends in a step, and ``all_bytes``, what all of them send.
             - ``traffic``: ``labels`` of ranks or groups of ranks, and ``bytes``, rows of senders with columns of receivers.
             - ``flops``: floating-point operations of a step, of the ``model`` and, with recomputation, of the ``hardware``.
             - ``bubble``, ``mfu``: shares of 1. ``step_seconds``: seconds.
@@ -142,18 +148,40 @@ def _timeline(data: Data) -> str:
 
 
 def _traffic(data: Data) -> str:
-    traffic, collectives = data.get("traffic") or {}, data.get("collectives") or ()
+    traffic, collectives, links = data.get("traffic") or {}, data.get("collectives") or (), data.get("links") or ()
     matrix = traffic_matrix("Bytes per step", traffic["labels"], traffic["bytes"]) if traffic.get("labels") else ""
     table = f"<div><h3>Collectives and messages of a step</h3>{_collectives(collectives)}</div>" if collectives else ""
     values = _details("All values", _traffic_table(traffic)) if matrix else ""
-    return section("Traffic", f'<div class="beside">{matrix}{table}</div>' if matrix or table else "", values)
+    by_link = f"<div><h3>Sent over each link</h3>{_links(links)}</div>" if links else ""
+    return section("Traffic", f'<div class="beside">{matrix}{table}</div>' if matrix or table else "", values, by_link)
 
 
 def _collectives(collectives: Sequence[Data]) -> str:
-    """Return the sortable table of collectives, without the columns that no entry has."""
-    rows = [_collective(each) for each in collectives]
+    return _filled_table([_collective(each) for each in collectives], "Collectives and messages of a step")
+
+
+def _links(links: Sequence[Data]) -> str:
+    return _filled_table([_link(each) for each in links], "Bytes sent over each link in a step")
+
+
+def _filled_table(rows: Sequence[Mapping[str, object]], caption: str) -> str:
+    """Return a sortable table without the columns that no row fills."""
     columns = [title for title in rows[0] if any(row[title] is not None for row in rows)]
-    return sortable_table(columns, [[row[title] for title in columns] for row in rows], "Collectives and messages of a step")
+    return sortable_table(columns, [[row[title] for title in columns] for row in rows], caption)
+
+
+def _link(each: Data) -> dict[str, object]:
+    return {
+        "pp rank": each.get("rank"),
+        "link": each.get("link"),
+        "number": each.get("count"),
+        "bytes of a rank": _bytes_cell(each.get("nbytes")),
+        "bytes of all its ranks": _bytes_cell(each.get("all_bytes")),
+    }
+
+
+def _bytes_cell(nbytes: float | None) -> Cell | None:
+    return None if nbytes is None else Cell(format_bytes(nbytes), nbytes)
 
 
 def _collective(each: Data) -> dict[str, object]:
@@ -165,8 +193,10 @@ def _collective(each: Data) -> dict[str, object]:
         "axis": each.get("axis"),
         "link": each.get("link"),
         "number": count,
-        "bytes of one": Cell(format_bytes(nbytes), nbytes) if nbytes is not None else None,
-        "bytes": Cell(format_bytes(total), total) if total is not None else None,
+        "bytes of one": _bytes_cell(nbytes),
+        "bytes": _bytes_cell(total),
+        "a rank sends in its node": _bytes_cell(each.get("within")),
+        "between nodes": _bytes_cell(each.get("between")),
     }
 
 

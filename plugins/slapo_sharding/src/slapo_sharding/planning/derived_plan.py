@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 from torch import fx, nn
 
@@ -36,6 +37,7 @@ from .derivation.vocabulary import vocabulary_steps_from_graph
 from .dry_run.layouts import Layouts
 from .dry_run.node_values import calls_by_path
 from .dry_run.split_specs import LayerSplit
+from .execution.block_repetition import derive_once
 from .execution.plan_steps import (
     fork_stack,
     group_by_input,
@@ -57,7 +59,8 @@ def apply_derived_plan(
 ) -> dict[str, str]:
     """Derive a plan for the module and apply its steps.
 
-    Layers whose split is not feasible stay whole, and so do the layers inside a module that cannot be traced.
+    Layers whose split is not feasible stay whole, and so do the layers inside a module that cannot be traced. Of many equal blocks
+    few are looked at, and the others get their steps.
 
     Args:
         schedule: Schedule of the module.
@@ -72,9 +75,13 @@ def apply_derived_plan(
         ScheduleError: there are no example inputs, nothing can be split, or the sequence cannot.
         TraceError: the forward of the module itself cannot be a graph.
     """
-    steps = {**(vocabulary or {})}
     if schedule.world_size <= 1:
-        return steps
+        return {**(vocabulary or {})}
+    return derive_once(schedule, partial(_apply_derived_plan, schedule, sequence_parallel, vocabulary))
+
+
+def _apply_derived_plan(schedule: Schedule, sequence_parallel: bool, vocabulary: Mapping[str, str] | None) -> dict[str, str]:
+    steps = {**(vocabulary or {})}
     replicated, splits_more = ReplicatedModules(), vocabulary is None or bool(vocabulary)
     try:
         derived = _first_feasible_plan(schedule, replicated, sequence_parallel, splits_more)

@@ -8,6 +8,7 @@ from .codegen import compile_graph
 from .forward_wrapping import forward_wrappers, own_forward, wrap_forward
 from .graph_functions import asks_for_gradients, expect, expect_outputs, rebuild, set_state
 from .mode_regions import ModeState, autocast_state, current_modes, is_mode_node, leave_modes, write_mode_nodes
+from .module_signature import module_signature, plain_attributes
 from .nested_values import ATOMS, MODULE_TABLES, Hidden, Snapshot, difference, fingerprint, shallow_copy, tensors_in
 from .opaque_modules import as_layer, is_opaque, is_taken_apart
 from .symbolic_sizes import SIZE
@@ -39,8 +40,10 @@ __all__ = [
     "is_taken_apart",
     "leave_modes",
     "model_source",
+    "module_signature",
     "name_of",
     "own_forward",
+    "plain_attributes",
     "without_fake_tensor_logs",
     "rebuild",
     "set_state",

@@ -68,9 +68,13 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
 
     Attributes:
         keeps_values: True to compute with real values what depends on real tensors only.
+        most_values: Number of elements from which such a result is fake; None to keep all.
+        dropped_values: True if a result was fake for its size.
     """
 
     keeps_values = False
+    most_values: int | None = None
+    dropped_values = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -86,18 +90,32 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         self.count(func)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
-            return func(*args, **(kwargs or {}))
+            large = self._large_result(func, types, args, kwargs or {})
+            return func(*args, **(kwargs or {})) if large is None else large
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
             raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
             return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
+        return self._fake_result(func, types, args, kwargs)
+
+    def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes
         try:
             return super().dispatch(func, types, args, kwargs)
         finally:
             self.keeps_values = keeps
+
+    def _large_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return the fake result of an operator on values if it is too large to be computed, otherwise None."""
+        if self.most_values is None or not _may_have_more(func, args, kwargs, self.most_values):
+            return None
+        found = self._fake_result(func, types, args, kwargs)
+        if all(each.numel() <= self.most_values for each in _pytree.tree_leaves(found) if isinstance(each, torch.Tensor)):
+            return None
+        self.dropped_values = True
+        return found
 
     def fake(self, empty: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a fake tensor on ``device`` for one on meta. All but the first copy the attributes of the first."""
@@ -153,6 +171,17 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor |
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+def _may_have_more(func: Any, args: Any, kwargs: Any, number: int) -> bool:
+    """Return False if a new result of an operator surely has no more than so many elements."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or func.is_view or not _VALUE_TAGS.isdisjoint(func.tags):
+        return False
+    if torch.Tag.pointwise not in func.tags:
+        return True
+    shapes = [value.shape for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    return torch.broadcast_shapes(*shapes).numel() > number
 
 
 def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:

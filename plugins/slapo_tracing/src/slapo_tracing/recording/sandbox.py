@@ -31,16 +31,26 @@ class Sandbox:
         inputs: Arguments of its forward; they determine the device of the substitutes.
         fake: True for fake tensors, False for real parameters and cloned buffers.
         keeps_values: With ``fake``: the inputs are real, and so is everything computed from them alone.
+        most_values: Number of elements from which that is fake; None for any number.
         answers: True to answer queries for values that are computed from the inputs alone, in the whole forward.
     """
 
     open_count: ClassVar[int] = 0
     """Number of open sandboxes in this process."""
 
-    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False, answers: bool = False) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        inputs: Any,
+        *,
+        fake: bool,
+        keeps_values: bool = False,
+        most_values: int | None = None,
+        answers: bool = False,
+    ) -> None:
         self.root, self.fake, self.answers = root, fake, answers
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
-        self.mode.keeps_values = keeps_values
+        self.mode.keeps_values, self.mode.most_values = keeps_values, most_values
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
         """Substitute (by id) to the model's own tensor."""

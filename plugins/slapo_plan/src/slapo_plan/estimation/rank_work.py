@@ -1,0 +1,52 @@
+"""Operations and collectives of one rank in a step: the work of its actions, each pass read once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from slapo_core import Program
+from slapo_training import PipelineAction
+
+from ..measurement.stage_record import StageRecord
+from ..records import CollectiveRecord, OperatorRecord, Work
+
+
+def rank_flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:
+    """Return the floating-point operations of the actions of a rank."""
+    return sum(count * _flops(work) for work, count in _passes(records, order))
+
+
+def rank_collectives(
+    records: Mapping[int, StageRecord], order: Sequence[PipelineAction], others: Sequence[CollectiveRecord]
+) -> Counter[CollectiveRecord]:
+    """Return the number of each collective of a rank: those within its stages, and ``others``."""
+    found = Counter(others)
+    for work, count in _passes(records, order):
+        for each, times in Counter(each for each in work if isinstance(each, CollectiveRecord)).items():
+            found[each] += times * count
+    return found
+
+
+def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
+    """Return three times the operations of all forwards, over all ranks: those of a step without recomputation."""
+    forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
+    once = sum(count * _flops(records[index].forward.work) for index, count in forwards.items())
+    return 3 * once * program.axis_size("dp") * program.axis_size("tp")
+
+
+def _flops(work: Sequence[Work]) -> int:
+    return sum(each.flops for each in work if isinstance(each, OperatorRecord))
+
+
+def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Iterator[tuple[Sequence[Work], int]]:
+    """Yield the work of each pass of a rank, and how often it runs."""
+    for (kind, index), count in Counter((kind, index) for kind, index, _ in order).items():
+        record = records[index]
+        if kind == "F":
+            yield record.forward.work, count
+        elif kind == "W":
+            yield record.next_weights.work, count
+        else:
+            split = record.inputs_backward
+            yield (record.next_backward.work if kind == "B" or split is None else split.work), count
