@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
-from torch import nn
+from torch import fx, nn
 
 from slapo_tracing.nodes import module_signature
+
+from .traced_blocks import PassThrough, block_chains
 
 KEPT = 3
 """Blocks of a run that are measured: the first, one between and the last."""
@@ -17,19 +19,21 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive equal elements of a list of modules.
+    """Consecutive equal blocks.
 
     Args:
-        holder: The list.
-        names: Names of the elements in it.
+        holder: The list that holds them, or the parent of each in a traced module.
+        names: Names of the blocks in it.
         measured: The block that stands for those that are left out: behind the first one and those that it looks ahead to.
         ahead: Number of further blocks that a block's work touches, e.g. to gather their parameters.
+        substitute: Takes the place of a block that is left out where a graph calls it; None to take the block out of its list.
     """
 
     holder: nn.Module
     names: tuple[str, ...]
     measured: nn.Module
     ahead: int = 0
+    substitute: PassThrough | None = None
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -42,9 +46,14 @@ class BlockRun:
         """Number of blocks that are not measured; each is like the measured one."""
         return len(self.names) - len(self.kept)
 
+    def blocks(self) -> list[nn.Module]:
+        """Return the blocks that are there now, in order."""
+        held = (each for each in self.holder._modules.values() if each is not None)
+        return [each for each in held if not isinstance(each, PassThrough)]
+
 
 def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
-    """Return the runs of equal elements in the lists of modules, outermost lists only.
+    """Return the runs of equal elements in the lists of modules, outermost lists only, and of blocks that a graph calls.
 
     Args:
         module: Root of the modules.
@@ -53,7 +62,8 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
     found: list[BlockRun] = []
 
     def visit(each: nn.Module) -> None:
-        if isinstance(getattr(each, "code", None), str):  # a traced forward calls its blocks by name
+        if isinstance(getattr(each, "code", None), str):
+            found.extend(_runs_of_graph(each, ahead))
             return
         if isinstance(each, nn.ModuleList):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
@@ -68,6 +78,19 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
     return found
 
 
+def _runs_of_graph(module: nn.Module, ahead: int) -> Iterator[BlockRun]:
+    """Yield the runs of blocks with one parent that the graph of a traced module calls one on the result of the other."""
+    graph = getattr(module, "graph", None)
+    if not isinstance(graph, fx.Graph):
+        return
+    for paths, substitute in block_chains(graph, module):
+        for owner, some in groupby(paths, key=lambda path: path.rpartition(".")[0]):
+            names = tuple(path.rpartition(".")[2] for path in some)
+            holder = module.get_submodule(owner)
+            measured = holder.get_submodule(names[min(1 + ahead, len(names) - 1)])
+            yield BlockRun(holder, names, measured, ahead, substitute)
+
+
 @contextmanager
 def trimmed_runs(runs: list[BlockRun]) -> Iterator[None]:
     """Leave out the blocks of long runs that are not measured, within a block."""
@@ -75,8 +98,12 @@ def trimmed_runs(runs: list[BlockRun]) -> Iterator[None]:
     try:
         for run in runs:
             for name in set(run.names) - set(run.kept):
-                del run.holder._modules[name]
-        for holder in {id(run.holder): run.holder for run in runs if run.num_dropped}.values():
+                if run.substitute is not None:
+                    run.holder._modules[name] = run.substitute
+                else:
+                    del run.holder._modules[name]
+        lists = {id(run.holder): run.holder for run in runs if run.num_dropped and run.substitute is None}
+        for holder in lists.values():
             kept = [*holder._modules.values()]
             holder._modules.clear()
             holder._modules.update({str(index): each for index, each in enumerate(kept)})

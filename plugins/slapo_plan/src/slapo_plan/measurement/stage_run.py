@@ -91,7 +91,7 @@ class _StageRun:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
         paths = {id(module): path for path, module in stage.module.named_modules()}
-        blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
+        blocks = {paths[id(block)]: block for run in runs for block in run.blocks()}
         self.repeated = {paths[id(run.measured)]: run.num_dropped for run in runs if run.num_dropped}
         repeated = {path: {id(each) for each in blocks[path].parameters()} for path in self.repeated}
         self.arrivals = GradientArrivals([*stage.module.parameters()], repeated, self.repeated)

@@ -34,12 +34,14 @@ def derive_once(schedule: Schedule, derive: Callable[[], Result]) -> Result:
         schedule: Schedule of the module.
         derive: Derives the plan and takes its steps.
     """
+    for module in schedule.mod.modules():  # before the plan puts hooks on them for a moment
+        schedule.touch(module)
     if not (runs := repeated_blocks(schedule)):
         return derive()
     try:
         with messages_of_success(), savepoint(schedule):
-            for run in runs:
-                schedule.touch(run.holder)
+            for module in schedule.mod.modules():
+                schedule.touch(module)
             steps = schedule._root.children
             begin = len(steps)
             with without_repeated(runs):
