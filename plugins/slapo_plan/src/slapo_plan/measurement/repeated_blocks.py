@@ -1,11 +1,12 @@
-"""Equal blocks of a model: of a long run of them three are kept while the model is measured."""
+"""Repeated blocks of a model: of a long run of equal blocks or patterns of blocks, three are kept while it is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from math import ceil
 
 from torch import fx, nn
 
@@ -14,68 +15,114 @@ from slapo_tracing.nodes import module_signature
 from .traced_blocks import PassThrough, block_chains
 
 KEPT = 3
-"""Blocks of a run that are measured: the first, one between and the last."""
+"""Patterns of a run that are measured: the first, one between and the last."""
+
+LONGEST_PATTERN = 12
+"""Most blocks of a pattern that is looked for, such as five layers with a window and one without."""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive equal blocks.
+    """Consecutive elements of a list of modules that repeat a pattern: one block, or a few different ones.
 
     Args:
-        holder: The list that holds them, or the parent of each in a traced module.
-        names: Names of the blocks in it.
-        measured: The block that stands for those that are left out: behind the first one and those that it looks ahead to.
+        holder: The list that holds them, or their parent in a traced module.
+        names: Names of the elements in it, of whole patterns.
+        blocks: These elements.
+        length: Number of blocks of the pattern.
         ahead: Number of further blocks that a block's work touches, e.g. to gather their parameters.
         substitute: Takes the place of a block that is left out where a graph calls it; None to take the block out of its list.
     """
 
     holder: nn.Module
     names: tuple[str, ...]
-    measured: nn.Module
+    blocks: tuple[nn.Module, ...]
+    length: int = 1
     ahead: int = 0
     substitute: PassThrough | None = None
 
     @property
+    def first(self) -> tuple[nn.Module, ...]:
+        """The first pattern."""
+        return self.blocks[: self.length]
+
+    @property
+    def measured(self) -> tuple[nn.Module, ...]:
+        """The pattern that stands for those left out: behind the first one and those that it looks ahead to."""
+        end = min(self.length * _num_first(self.ahead, self.length), len(self.blocks))
+        return self.blocks[end - self.length : end]
+
+    @property
     def kept(self) -> tuple[str, ...]:
         """Names of the blocks that are measured."""
-        first = KEPT - 1 + self.ahead
-        return self.names if len(self.names) <= first + 1 else (*self.names[:first], self.names[-1])
+        first = self.length * _num_first(self.ahead, self.length)
+        is_short = len(self.names) <= first + self.length
+        return self.names if is_short else (*self.names[:first], *self.names[-self.length :])
 
     @property
     def num_dropped(self) -> int:
-        """Number of blocks that are not measured; each is like the measured one."""
-        return len(self.names) - len(self.kept)
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the blocks that are there now, in order."""
-        held = (each for each in self.holder._modules.values() if each is not None)
-        return [each for each in held if not isinstance(each, PassThrough)]
+        """Number of patterns that are not measured; each is like the measured one."""
+        return (len(self.names) - len(self.kept)) // self.length
 
 
-def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
-    """Return the runs of equal elements in the lists of modules, outermost lists only, and of blocks that a graph calls.
+def _num_first(ahead: int, length: int) -> int:
+    """Return the number of patterns of ``length`` blocks that are kept before those that are left out."""
+    return KEPT - 1 + ceil(ahead / length)
+
+
+def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[BlockRun]:
+    """Return the runs in the lists of modules, outermost lists only, and those that a graph calls.
 
     Args:
         module: Root of the modules.
         ahead: Number of further blocks that a block's work touches.
+        longest: Most blocks of a pattern.
     """
     found: list[BlockRun] = []
 
     def visit(each: nn.Module) -> None:
-        if isinstance(getattr(each, "code", None), str):
+        if isinstance(getattr(each, "code", None), str):  # a traced forward calls its blocks by name
             found.extend(_runs_of_graph(each, ahead))
             return
         if isinstance(each, nn.ModuleList):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
-            for _, equal in groupby(children, key=lambda item: module_signature(item[1])):
-                names, blocks = zip(*equal, strict=True)
-                found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead))
+            signatures = [module_signature(child) for _, child in children]
+            for start, length, times in _patterns(signatures, ahead, longest):
+                names, blocks = zip(*children[start : start + length * times], strict=True)
+                found.append(BlockRun(each, names, blocks, length, ahead))
             return
         for child in each.children():
             visit(child)
 
     visit(module)
     return found
+
+
+def _patterns(signatures: Sequence[Hashable], ahead: int, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield start, length and number of repetitions of patterns that follow each other, those that leave most blocks out.
+
+    Example:
+        >>> [*_patterns("xababababac", 0, 2)]
+        [(0, 1, 1), (1, 2, 4), (9, 1, 1), (10, 1, 1)]
+    """
+    start = 0
+    while start < len(signatures):
+        lengths = range(1, min(longest, len(signatures) - start) + 1)
+        counts = {length: _repetitions(signatures, start, length) for length in lengths}
+
+        def num_left_out(length: int, counts: Mapping[int, int] = counts) -> int:
+            return length * max(0, counts[length] - _num_first(ahead, length) - 1)
+
+        length = max(lengths, key=num_left_out)  # the shortest of several
+        yield start, length, counts[length]
+        start += length * counts[length]
+
+
+def _repetitions(signatures: Sequence[Hashable], start: int, length: int) -> int:
+    pattern, count = signatures[start : start + length], 1
+    while signatures[start + count * length : start + (count + 1) * length] == pattern:
+        count += 1
+    return count
 
 
 def _runs_of_graph(module: nn.Module, ahead: int) -> Iterator[BlockRun]:
@@ -85,10 +132,8 @@ def _runs_of_graph(module: nn.Module, ahead: int) -> Iterator[BlockRun]:
         return
     for paths, substitute in block_chains(graph, module):
         for owner, some in groupby(paths, key=lambda path: path.rpartition(".")[0]):
-            names = tuple(path.rpartition(".")[2] for path in some)
-            holder = module.get_submodule(owner)
-            measured = holder.get_submodule(names[min(1 + ahead, len(names) - 1)])
-            yield BlockRun(holder, names, measured, ahead, substitute)
+            holder, names = module.get_submodule(owner), tuple(path.rpartition(".")[2] for path in some)
+            yield BlockRun(holder, names, tuple(map(holder.get_submodule, names)), 1, ahead, substitute)
 
 
 @contextmanager
