@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import torch
 
 from slapo_core import Program, SlapoError, Stage
-from slapo_tracing.nodes import module_signature
 from slapo_training import StageRunner
 
 from ..measurement.engine_stage_run import run_engine_stage
+from ..measurement.graph_signature import graph_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
 
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
-
-_BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
 
 def stage_records(
@@ -79,8 +76,7 @@ def _records_of_equal(equal: list[int], record: Callable[[int], StageRecord]) ->
 
 def _signature(stage: Stage) -> Hashable:
     """Return what decides the record of a stage, without the numbers of its layers."""
-    code = getattr(stage.module, "code", None)
-    if not isinstance(code, str):
+    if (found := graph_signature(stage.module)) is None:
         return id(stage.module)
     inputs = tuple((each.shape, each.dtype, each.requires_grad) for each in stage.inputs)
-    return (_BLOCK_NUMBER.sub("#", code), inputs, stage.batch_inputs, module_signature(stage.module))
+    return (found, inputs, stage.batch_inputs)
