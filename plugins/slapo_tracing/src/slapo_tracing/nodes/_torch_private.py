@@ -237,6 +237,11 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return fake
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with the same memory share."""
+    return tensor.untyped_storage()._cdata
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return the number of in-place changes of a tensor."""
     return 0 if tensor.is_inference() else tensor._version

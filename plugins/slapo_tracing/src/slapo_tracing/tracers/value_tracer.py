@@ -35,6 +35,7 @@ from ..recording.module_hooks import innermost_forward, share_hooks, without_eng
 from ..recording.recorder import Recorder
 from ..recording.sandbox import PythonRandomState, Sandbox
 from ..recording.vmapped_functions import CapturedFunction
+from .repeated_calls import RepeatedCalls
 
 LeafKind = Literal["leaf", "inline", "graph"]
 AssignedValues = Literal["refused", "noted", "returned"]
@@ -80,6 +81,7 @@ class _Session(TorchFunctionMode):
         self.whole: dict[int, nn.Module] = {}
         self.read_by: dict[tuple[int, str], set[int]] = {}
         """Attribute (id of the module, name) to the ids of the modules kept whole that read it."""
+        self.repeated = RepeatedCalls(sandbox, self.read_by)
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
         self.settings = UsualAttributes(())
         self.filled: dict[tuple[int, str], Any] = {}
@@ -129,7 +131,7 @@ class _Session(TorchFunctionMode):
         others, self.running = PythonRandomState(), module
         try:
             with self._pause_recording():
-                return call(module, *args, **kwargs)
+                return self.repeated.run(module, args, kwargs, lambda: call(module, *args, **kwargs))
         finally:
             others.restore()
             self.settings.accept(module)
