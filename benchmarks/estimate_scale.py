@@ -1,7 +1,7 @@
 """Seconds and memory of an estimate of a Llama 405B on many fake ranks, by part, in a process of its own for each case.
 
-Run ``python -m benchmarks.estimate_scale``; it prints a section for ``benchmarks/README.md``. Each block is recomputed, values between tensor-parallel layers are sharded along
-the sequence, and the hardware is ``h100``, so that the step is simulated too.
+Run ``python -m benchmarks.estimate_scale``; it prints a section for ``benchmarks/README.md``. Each block is recomputed, values
+between tensor-parallel layers are sharded along the sequence, and the hardware is ``h100``, so that the step is simulated too.
 """
 
 from __future__ import annotations

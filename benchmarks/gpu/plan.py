@@ -1,8 +1,8 @@
 """Estimates of memory and step time against real steps of GPT-2 124M, on one GPU or on all that ``torchrun`` starts.
 
 Run ``make gpu``, or ``python -m benchmarks.gpu.plan``; for several GPUs ``torchrun --nproc-per-node 2 -m benchmarks.gpu.plan``.
-The machine is calibrated first. With ``--cpu`` a tiny model runs on CPUs, to see that all of it runs: memory is compared, step time
-is shown.
+The machine is calibrated first. With ``--cpu`` a tiny model runs on CPUs, to see that all of it runs: memory is compared, and
+step time is shown.
 
 Memory is ``torch.cuda.max_memory_allocated`` of a later step, which has cuBLAS's workspaces and the allocator's rounding beside
 the tensors that an estimate counts. An estimate takes its rank's tensors and seconds from runs on fake tensors.

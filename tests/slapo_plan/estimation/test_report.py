@@ -47,7 +47,7 @@ def test_without_hardware_there_is_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SlapoError, match="report: '.*plan.html' cannot be written, No such file or directory; give a file in a"):
+    with pytest.raises(SlapoError, match="report: '.*plan.html' cannot be written, No such file or directory; give a file"):
         estimated().report(tmp_path / "none" / "plan.html")
     with pytest.raises(SlapoError, match="save_trace: '.*' cannot be written, Is a directory"):
         estimated().save_trace(tmp_path)

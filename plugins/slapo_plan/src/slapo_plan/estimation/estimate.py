@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
-from slapo_training import PipelineAction, StepFacts, StepModel
+from slapo_training import StepFacts, StepModel
 
 from ..hardware import Hardware
 from ..measurement.model_errors import model_errors
@@ -145,4 +145,3 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
             held = sum(each.nbytes for each in program.stages[stage].module.parameters())
             repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
     return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
-

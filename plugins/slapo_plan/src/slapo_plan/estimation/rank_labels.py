@@ -44,5 +44,7 @@ def _stage_width(groups: MeshGroups) -> int:
     stages = [groups.stage_ranks(rank) for rank in range(groups.num_stages)]
     width = len(stages[0])
     starts = [int(each.min()) for each in stages]
-    are_rows = all(int(each.max()) - start + 1 == width and not start % width for each, start in zip(stages, starts, strict=True))
+    are_rows = all(
+        int(each.max()) - start + 1 == width and not start % width for each, start in zip(stages, starts, strict=True)
+    )
     return width if are_rows and 1 < len(stages) <= MOST_LABELS else 0

@@ -72,7 +72,7 @@ def _link(before: fx.Node, node: fx.Node) -> tuple[Place, bool] | None:
     if [*value.users] != [node]:
         return None
     given: list[tuple[Place, Any]] = [*enumerate(node.args), *node.kwargs.items()]
-    own: dict[Place, Any] = {**dict(enumerate(before.args)), **before.kwargs}
+    own: dict[Place, Any] = dict([*enumerate(before.args), *before.kwargs.items()])
     places = [place for place, each in given if each is value]
     if len(places) != 1 or own.keys() != dict(given).keys():
         return None

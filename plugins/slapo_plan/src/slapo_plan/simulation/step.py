@@ -72,7 +72,10 @@ class SimulatedStep:
         found = self.run.timeline(dp, tp)
         for rank, row in self.run.order.items():
             computed = self.run.ends[rank][-1] if row else 0.0
-            parts = {"gradient reduction": (computed, self.reduced.get(rank, computed)), "optimizer step": self.updates.get(rank)}
+            parts = {
+                "gradient reduction": (computed, self.reduced.get(rank, computed)),
+                "optimizer step": self.updates.get(rank),
+            }
             place = {"rank": rank, "dp": dp, "tp": tp, "stage": row[-1].stage if row else 0, "microbatch": None}
             for kind, times in parts.items():
                 if times is not None and times[1] > times[0]:

@@ -45,8 +45,8 @@ def plan_page(data: Data) -> str:
             - ``collectives``: a list with ``kind``, ``axis``, ``link``, the ``rank`` along ``pp``, the ``count`` in a step, and
               ``nbytes``, the bytes of one of them; with ``within`` and ``between``, the bytes that a rank sends in one of them
               over the links of its node and over the network.
-            - ``links``: a list of classes of links, each with ``link``, the ``rank`` along ``pp``, the ``count`` of collectives and
-              messages, ``nbytes``, what such a rank sends in a step, and ``all_bytes``, what all of them send.
+            - ``links``: a list of classes of links, each with ``link``, the ``rank`` along ``pp``, the ``count`` of
+              collectives and messages, ``nbytes``, what such a rank sends in a step, and ``all_bytes``, what all of them send.
             - ``traffic``: ``labels`` of ranks or groups of ranks, and ``bytes``, rows of senders with columns of receivers.
             - ``flops``: floating-point operations of a step, of the ``model`` and, with recomputation, of the ``hardware``.
             - ``bubble``, ``mfu``: shares of 1. ``step_seconds``: seconds.

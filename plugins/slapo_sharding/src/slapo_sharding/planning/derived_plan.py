@@ -59,8 +59,8 @@ def apply_derived_plan(
 ) -> dict[str, str]:
     """Derive a plan for the module and apply its steps.
 
-    Layers whose split is not feasible stay whole, and so do the layers inside a module that cannot be traced. Of many equal blocks
-    few are looked at, and the others get their steps.
+    Layers whose split is not feasible stay whole, and so do the layers inside a module that cannot be traced. Of many equal
+    blocks few are looked at, and the others get their steps.
 
     Args:
         schedule: Schedule of the module.

@@ -181,7 +181,8 @@ def _may_have_more(func: Any, args: Any, kwargs: Any, number: int) -> bool:
     if torch.Tag.pointwise not in func.tags:
         return True
     shapes = [value.shape for value in _pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    return torch.broadcast_shapes(*shapes).numel() > number
+    whole: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return whole.numel() > number
 
 
 def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:
@@ -239,7 +240,7 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same memory share."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def version(tensor: torch.Tensor) -> int:

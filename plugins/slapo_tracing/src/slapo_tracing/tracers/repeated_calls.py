@@ -171,7 +171,7 @@ def _have_same_settings(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _same_attributes(own: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Return whether attributes beside plain ones, hooks and members, which the signature has, are the same objects or equal."""
+    """Return whether attributes that the signature lacks are the same objects or equal: all but plain ones, hooks, members."""
     if own.keys() != others.keys():
         return False
     plain = plain_attributes(own)
