@@ -55,6 +55,7 @@ gpu:
 	$(PYTHON_GPU) -m benchmarks.handwritten --device cuda
 	$(PYTHON_GPU) -m benchmarks.gpu.engines
 	$(PYTHON_GPU) -m benchmarks.gpu.kernels
+	$(PYTHON_GPU) -m benchmarks.gpu.plan
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks import handwritten
-from benchmarks.gpu import checkpoint, stages, step
+from benchmarks.gpu import checkpoint, plan, stages, step
 from benchmarks.gpu.timing import Sizes, table
+from slapo_plan import Hardware
 from slapo_testing import run_distributed
 
 from .test_handwritten import beside_whole
@@ -47,3 +48,11 @@ def test_benchmarks() -> None:
     tables.append(table("recomputed", checkpoint.steps_of(TINY), TINY))
     assert all("engine" in found or "stages" in found or "checkpoint()" in found for found in tables)
     assert len(handwritten.table(handwritten.Sizes("cpu", torch.bfloat16, 2, 8, {16: 2}))) == 4
+
+
+def test_estimates_beside_steps() -> None:
+    case = plan.Case("bf16, recomputed", checkpoints=True)
+    guess = plan.estimated(case, TINY, Hardware.load("this-machine"), 1)
+    line, memory, _ = plan.row(case, guess, plan.measured(case, TINY, 1))
+    assert line.startswith("| bf16, recomputed | ")
+    assert abs(memory) < plan.MEMORY_LIMIT

@@ -70,7 +70,8 @@ class StepTraffic:
                 patterns[each.ranks] = [*self._by_pattern(each.ranks, rank)]
             sent = self._largest(each, [pattern for pattern, _ in patterns[each.ranks]])
             parts = (None, None) if sent is None else (round(sent.within), round(sent.between))
-            totals[(each.kind, self._groups.name(each.ranks), each.nbytes, *parts)] += count
+            key = (each.kind, self._groups.name(each.ranks), each.nbytes, *parts)
+            totals[key] += count
             if len(set(each.ranks)) > 1:
                 volumes[each.kind, each.ranks] += each.nbytes * count
                 counts[each.kind, each.ranks] += count
