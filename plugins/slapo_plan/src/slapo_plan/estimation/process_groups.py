@@ -34,8 +34,8 @@ class MeshGroups:
         key = tuple(ranks)
         if key not in self._known:
             place = self._coordinates(key)
-            axes = [] if place is None else [self._names[dim] for dim in _differing(place)]
-            self._known[key] = " x ".join(axes) or _listed(key)
+            axes = [] if place is None else [self._names[dim] for dim in _differing_axes(place)]
+            self._known[key] = " x ".join(axes) or _rank_list(key)
         return self._known[key]
 
     @property
@@ -65,7 +65,7 @@ class MeshGroups:
         place = self._coordinates(ranks)
         if place is None:
             return None
-        differing, shape = _differing(place), self.ranks.shape
+        differing, shape = _differing_axes(place), self.ranks.shape
         choices = [torch.arange(size, device="cpu") for size in shape]
         for dim in range(len(shape)):
             if dim in differing:
@@ -99,9 +99,9 @@ def group_name(mesh: DeviceMesh | None, ranks: Sequence[int]) -> str:
     return MeshGroups(mesh).name(ranks)
 
 
-def _differing(coordinates: torch.Tensor) -> list[int]:
+def _differing_axes(coordinates: torch.Tensor) -> list[int]:
     return [dim for dim, values in enumerate(coordinates.unbind(-1)) if bool((values != values[0]).any())]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''}"
