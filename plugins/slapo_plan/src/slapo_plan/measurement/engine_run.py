@@ -43,7 +43,7 @@ def measure_step(step: Callable[[], Any]) -> MeasuredStep:
     recorder.memory.add([value.grad for value in tensors if value.is_leaf and value.grad is not None])
     del tensors
     held = recorder.memory.live
-    recorder.memory.begin_peak()
+    recorder.memory.begin_segment()
     with resizes_noted(recorder.memory), recorder:
         step()
     return MeasuredStep(held, recorder.memory.peak, recorder.take_work())

@@ -127,7 +127,7 @@ class _EngineRun:
     def _measure(self, run: Callable[[], Any]) -> PassRecord:
         memory = self.recorder.memory
         before = memory.live
-        memory.begin_peak()
+        memory.begin_segment()
         self.recorder.take_work()
         run()
         return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())

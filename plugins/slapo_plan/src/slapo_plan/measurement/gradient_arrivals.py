@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -19,17 +19,14 @@ class GradientArrivals:
 
     Args:
         parameters: Parameters of the stage, before any is freed.
-        blocks: Ids of the parameters of each block that stands for others, by its path.
-        repeated: Number of blocks left out that are like it.
+        repeated: Ids of the parameters of blocks that stand for others.
+        times: How often these are put back, for each of ``repeated``.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], blocks: Mapping[str, Collection[int]], repeated: Mapping[str, int]
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], repeated: Sequence[Collection[int]], times: Sequence[int]) -> None:
         self._parameters = [each for each in parameters if each.requires_grad]
         self._edges = [get_gradient_edge(each) for each in self._parameters]  # a view would allocate a freed storage
-        self._path_of = {number: path for path, ids in blocks.items() for number in ids}
-        self._repeated = repeated
+        self._times_of = {number: (index, times[index]) for index, ids in enumerate(repeated) for number in ids}
         self._found: dict[int, nn.Parameter] = {}
 
     @contextmanager
@@ -53,13 +50,17 @@ class GradientArrivals:
     def num_unused(self) -> int:
         """Number of trainable parameters without a gradient."""
         missing = (each for each in self._parameters if id(each) not in self._found)
-        return sum(1 + self._repeated.get(self._path_of.get(id(each), ""), 0) for each in missing)
+        return sum(1 + self._repetition(each)[1] for each in missing)
+
+    def _repetition(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return the index and number of repetitions of the blocks that a parameter belongs to."""
+        return self._times_of.get(id(parameter), (-1, 0))
 
     def sizes(self) -> tuple[GradientSize, ...]:
         """Return the gradients in the order of the backward; those of unused parameters follow."""
         late = [each for each in self._parameters if id(each) not in self._found]
         ordered: list[GradientSize] = []
-        for path, some in groupby([*self._found.values(), *late], key=lambda each: self._path_of.get(id(each), "")):
+        for (_, times), some in groupby([*self._found.values(), *late], key=self._repetition):
             sizes = [GradientSize(each.numel(), each.dtype) for each in some]
-            ordered += sizes * (1 + self._repeated.get(path, 0))
+            ordered += sizes * (1 + times)
         return tuple(ordered)

@@ -1,12 +1,12 @@
-"""Equal blocks of a model: of a long run of them three are kept while the model is measured."""
+"""Repeated blocks of a model: of a long run of equal blocks or patterns of blocks, three are kept while it is measured."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from itertools import groupby
+from math import ceil
 
 import torch
 from torch import nn
@@ -14,7 +14,10 @@ from torch import nn
 from slapo_tracing.nodes import forward_wrappers, own_forward
 
 KEPT = 3
-"""Blocks of a run that are measured: the first, one between and the last."""
+"""Patterns of a run that are measured: the first, one between and the last."""
+
+LONGEST_PATTERN = 12
+"""Most blocks of a pattern that is looked for, such as five layers with a window and one without."""
 
 _NUMBERS = re.compile(r"(^|_)(idx|index|id|number|path|name)$")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -22,38 +25,58 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Consecutive equal elements of a list of modules.
+    """Consecutive elements of a list of modules that repeat a pattern: one block, or a few different ones.
 
     Args:
         holder: The list.
-        names: Names of the elements in it.
-        measured: The block that stands for those that are left out: behind the first one and those that it looks ahead to.
+        names: Names of the elements in it, of whole patterns.
+        blocks: These elements.
+        length: Number of blocks of the pattern.
         ahead: Number of further blocks that a block's work touches, e.g. to gather their parameters.
     """
 
     holder: nn.Module
     names: tuple[str, ...]
-    measured: nn.Module
+    blocks: tuple[nn.Module, ...]
+    length: int = 1
     ahead: int = 0
+
+    @property
+    def first(self) -> tuple[nn.Module, ...]:
+        """The first pattern."""
+        return self.blocks[: self.length]
+
+    @property
+    def measured(self) -> tuple[nn.Module, ...]:
+        """The pattern that stands for those left out: behind the first one and those that it looks ahead to."""
+        end = min(self.length * _num_first(self.ahead, self.length), len(self.blocks))
+        return self.blocks[end - self.length : end]
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Names of the blocks that are measured."""
-        first = KEPT - 1 + self.ahead
-        return self.names if len(self.names) <= first + 1 else (*self.names[:first], self.names[-1])
+        first = self.length * _num_first(self.ahead, self.length)
+        is_short = len(self.names) <= first + self.length
+        return self.names if is_short else (*self.names[:first], *self.names[-self.length :])
 
     @property
     def num_dropped(self) -> int:
-        """Number of blocks that are not measured; each is like the measured one."""
-        return len(self.names) - len(self.kept)
+        """Number of patterns that are not measured; each is like the measured one."""
+        return (len(self.names) - len(self.kept)) // self.length
 
 
-def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
-    """Return the runs of equal elements in the lists of modules, outermost lists only.
+def _num_first(ahead: int, length: int) -> int:
+    """Return the number of patterns of ``length`` blocks that are kept before those that are left out."""
+    return KEPT - 1 + ceil(ahead / length)
+
+
+def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[BlockRun]:
+    """Return the runs in the lists of modules, outermost lists only.
 
     Args:
         module: Root of the modules.
         ahead: Number of further blocks that a block's work touches.
+        longest: Most blocks of a pattern.
     """
     found: list[BlockRun] = []
 
@@ -62,15 +85,43 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
             return
         if isinstance(each, nn.ModuleList):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
-            for _, equal in groupby(children, key=lambda item: block_signature(item[1])):
-                names, blocks = zip(*equal, strict=True)
-                found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead))
+            signatures = [block_signature(child) for _, child in children]
+            for start, length, times in _patterns(signatures, ahead, longest):
+                names, blocks = zip(*children[start : start + length * times], strict=True)
+                found.append(BlockRun(each, names, blocks, length, ahead))
             return
         for child in each.children():
             visit(child)
 
     visit(module)
     return found
+
+
+def _patterns(signatures: Sequence[Hashable], ahead: int, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield start, length and number of repetitions of patterns that follow each other, those that leave most blocks out.
+
+    Example:
+        >>> [*_patterns("xababababac", 0, 2)]
+        [(0, 1, 1), (1, 2, 4), (9, 1, 1), (10, 1, 1)]
+    """
+    start = 0
+    while start < len(signatures):
+        lengths = range(1, min(longest, len(signatures) - start) + 1)
+        counts = {length: _repetitions(signatures, start, length) for length in lengths}
+
+        def num_left_out(length: int, counts: Mapping[int, int] = counts) -> int:
+            return length * max(0, counts[length] - _num_first(ahead, length) - 1)
+
+        length = max(lengths, key=num_left_out)  # the shortest of several
+        yield start, length, counts[length]
+        start += length * counts[length]
+
+
+def _repetitions(signatures: Sequence[Hashable], start: int, length: int) -> int:
+    pattern, count = signatures[start : start + length], 1
+    while signatures[start + count * length : start + (count + 1) * length] == pattern:
+        count += 1
+    return count
 
 
 def block_signature(module: nn.Module) -> Hashable:

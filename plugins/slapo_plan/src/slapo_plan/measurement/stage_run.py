@@ -17,10 +17,10 @@ from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
 from ..recording.run_recorder import RunRecorder
-from ..recording.segments import PassRecord, SegmentMarks, Segments
+from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
 from .gradient_arrivals import GradientArrivals
-from .repeated_blocks import BlockRun, block_runs, trimmed_runs
+from .repeated_blocks import LONGEST_PATTERN, BlockRun, block_runs, trimmed_runs
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
 
@@ -50,7 +50,7 @@ def run_stage(
         splits: True to run two more micro-batches whose backwards are split in two.
     """
     held = parameters or StageParameters()
-    runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
+    runs = block_runs(stage.module, held.units_ahead, LONGEST_PATTERN) if held.units_ahead is not None else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
         sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
@@ -90,14 +90,18 @@ class _StageRun:
         self.recorder = RunRecorder()
         paths = {id(module): path for path, module in stage.module.named_modules()}
         blocks = {paths[id(block)]: block for run in runs for block in run.holder._modules.values() if block is not None}
-        self.repeated = {paths[id(run.measured)]: run.num_dropped for run in runs if run.num_dropped}
-        repeated = {path: {id(each) for each in blocks[path].parameters()} for path in self.repeated}
-        self.arrivals = GradientArrivals([*stage.module.parameters()], repeated, self.repeated)
+        self.repeated = [
+            RepeatedBlocks(_paths_of(run.measured, paths), _paths_of(run.first, paths), run.num_dropped)
+            for run in runs
+            if run.num_dropped
+        ]
+        ids = [{id(own) for path in each.paths for own in blocks[path].parameters()} for each in self.repeated]
+        self.arrivals = GradientArrivals([*stage.module.parameters()], ids, [each.times for each in self.repeated])
         self.parameters = parameters
         parameters.bind(stage.module, sandbox.originals)
         whole = zip(parameters.whole, parameters.held, strict=True)
         held = {id(each): own for each, own in whole}
-        self.of_block = {path: [held[each] for each in held if each in ids] for path, ids in repeated.items()}
+        self.held_of = [[held[each] for each in held if each in some] for some in ids]
         self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
         self.marks = SegmentMarks(self.recorder, blocks)
         self.received = self.sent = self.sent_back = 0
@@ -114,10 +118,10 @@ class _StageRun:
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
         gradients, step = _gradient_bytes(trained), self._step(optimizer, trained)
-        for path, times in self.repeated.items():
-            own = [each for each in self.of_block[path] if each.grad is not None]
-            gradients += times * _gradient_bytes(own)
-            step = PassRecord.join([step, *[self._step(optimizer, own)] * times])
+        for repeated, held in zip(self.repeated, self.held_of, strict=True):
+            own = [each for each in held if each.grad is not None]
+            gradients += repeated.times * _gradient_bytes(own)
+            step = PassRecord.join([step, *[self._step(optimizer, own)] * repeated.times])
         return StageRecord(
             begin=begin,
             forward=forward,
@@ -212,3 +216,7 @@ class _StageRun:
 
 def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:
     return storage_bytes(each.grad for each in parameters if each.grad is not None)
+
+
+def _paths_of(blocks: Sequence[nn.Module], paths: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(paths[id(block)] for block in blocks)

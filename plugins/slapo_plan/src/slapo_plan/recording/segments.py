@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,24 +44,74 @@ class PassRecord:
         return PassRecord(peak, change, tuple(work))
 
 
+class RepeatedBlocks(NamedTuple):
+    """Blocks that stand for others.
+
+    Args:
+        paths: Paths of the blocks, which run one after the other.
+        first: Paths of the first blocks that are like them.
+        times: How many further times all of them run behind themselves.
+    """
+
+    paths: tuple[str, ...]
+    first: tuple[str, ...]
+    times: int
+
+    def freed_late(self, freed: Mapping[str, int]) -> int:
+        """Return the bytes that the further blocks allocate, and that a part of the run outside of all blocks frees.
+
+        Such are weights that autocast casts once and keeps until the forward ends.
+
+        Args:
+            freed: Bytes that the part frees, by the block that allocated them.
+        """
+        return self.times * min(sum(freed[path] for path in paths) for paths in (self.paths, self.first))
+
+
 @dataclass
 class Segments:
     """Records of one pass by the block that ran; ``""`` is what runs between blocks.
 
     Args:
         parts: Block and record, in the order in which they ran.
+        freed: Bytes that each of them freed, by the block that allocated them.
     """
 
     parts: list[tuple[str, PassRecord]] = field(default_factory=list)
+    freed: list[Counter[str]] = field(default_factory=list)
 
-    def whole(self, repeated: dict[str, int] | None = None) -> PassRecord:
+    def whole(self, repeated: Sequence[RepeatedBlocks] = ()) -> PassRecord:
         """Return the record of the whole pass.
 
         Args:
-            repeated: How many further times a block runs right behind itself.
+            repeated: Blocks that run further times than they were measured.
         """
-        repeated = repeated or {}
-        return PassRecord.join(part for name, part in self.parts for _ in range(1 + repeated.get(name, 0)))
+        repetition = {path: each for each in repeated for path in each.paths}
+        owners = self._owners(repetition)
+        found: list[PassRecord] = []
+        for owner, run in groupby(range(len(self.parts)), key=owners.__getitem__):
+            places = [*run]
+            if owner is None:
+                found += [self._outside(place, repeated) for place in places]
+            else:
+                found += [self.parts[place][1] for place in places] * (1 + owner.times)
+        return PassRecord.join(found)
+
+    def _owners(self, repetition: Mapping[str, RepeatedBlocks]) -> list[RepeatedBlocks | None]:
+        """Return the repetition of each part; what runs between two blocks belongs to the first of them."""
+        named = [place for place, (name, _) in enumerate(self.parts) if name]
+        last = named[-1] if named else -1
+        found: list[RepeatedBlocks | None] = []
+        for place, (name, _) in enumerate(self.parts):
+            is_between = not name and found and place < last
+            found.append(found[-1] if is_between else repetition.get(name))
+        return found
+
+    def _outside(self, place: int, repeated: Sequence[RepeatedBlocks]) -> PassRecord:
+        """Return the record of a part that is not repeated, with what it frees of blocks that were not measured."""
+        name, part = self.parts[place]
+        late = 0 if name else sum(each.freed_late(self.freed[place]) for each in repeated)
+        return replace(part, change=part.change - late)
 
 
 class SegmentMarks:
@@ -101,7 +153,7 @@ class SegmentMarks:
 
     def _begin(self, name: str) -> None:
         self._name, self._start = name, self._recorder.memory.live
-        self._recorder.memory.begin_peak()
+        self._recorder.memory.begin_segment(name)
 
     def _cut(self, name: str) -> None:
         """End the present segment; the next one is of ``name``."""
@@ -109,6 +161,7 @@ class SegmentMarks:
         part = PassRecord(memory.peak - self._start, memory.live - self._start, self._recorder.take_work())
         if part.peak or part.change or part.work or self._name:
             self._segments.parts.append((self._name, part))
+            self._segments.freed.append(memory.freed)
         self._begin(name)
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:

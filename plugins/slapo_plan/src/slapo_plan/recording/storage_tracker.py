@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,13 +21,16 @@ class StorageTracker:
 
     Attributes:
         live: Bytes that are allocated now.
-        peak: Most bytes since the last ``begin_peak``.
+        peak: Most bytes since the last ``begin_segment``.
+        freed: Bytes that were freed since then, by the segment that allocated them.
     """
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.freed: Counter[str] = Counter()
+        self._segment = ""
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
 
     def add(self, values: Any) -> None:
         """Count the storages of the tensors in nested containers, if they are new."""
@@ -38,7 +42,7 @@ class StorageTracker:
         """Never count the storages of some tensors, nor of their views."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known[storage_key(storage)] = weakref.ref(storage), 0
+            self._known[storage_key(storage)] = weakref.ref(storage), 0, ""
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage_key(storage), storage.nbytes()
@@ -46,9 +50,11 @@ class StorageTracker:
             return
 
         def free(_: object) -> None:
-            self.live -= self._known.pop(key)[1]
+            _, nbytes, owner = self._known.pop(key)
+            self.live -= nbytes
+            self.freed[owner] += nbytes
 
-        self._known[key] = weakref.ref(storage, free), size
+        self._known[key] = weakref.ref(storage, free), size, self._segment
         self._grow(size)
 
     def _grow(self, size: int) -> None:
@@ -61,13 +67,13 @@ class StorageTracker:
         if key not in self._known:
             self._add_storage(storage)
             return
-        reference, before = self._known[key]
-        self._known[key] = reference, size
+        reference, before, owner = self._known[key]
+        self._known[key] = reference, size, owner
         self._grow(size - before)
 
-    def begin_peak(self) -> None:
-        """Forget the peak; it starts at what is live."""
-        self.peak = self.live
+    def begin_segment(self, name: str = "") -> None:
+        """Begin a part of the run: the peak starts at what is live, and nothing was freed."""
+        self._segment, self.peak, self.freed = name, self.live, Counter()
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:

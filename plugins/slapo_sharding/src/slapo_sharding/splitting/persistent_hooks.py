@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slapo_core import ParameterFacts, Schedule, ScheduleError, ShardSpec, parameter_facts, paths
+from slapo_tracing.nodes import has_values
 from slapo_training.gradient_hooks import register_first
 
 from ..communication import collectives
@@ -96,7 +97,7 @@ class GradientReductionHook:
         if grad is None:  # a backward may reach the parameter without a gradient for it
             return None
         total = collectives.all_reduce(grad, self.group)
-        if not self.seen and not torch.compiler.is_compiling():
+        if not self.seen and not torch.compiler.is_compiling() and has_values(grad):  # an estimate's gradients have none
             self._check(grad, total)
         return total
 
