@@ -131,3 +131,21 @@ def test_the_estimate_is_the_one_without_blocks_left_out(
     assert found.collectives == whole.collectives
     assert (found.flops, found.model_flops) == (whole.flops, whole.model_flops)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+
+
+class Numbered(Net):
+    """Net that takes the output of one block by its number, as models of images and text do."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return states[8].square().mean()
+
+
+def test_a_model_that_counts_its_blocks_is_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"ids": torch.zeros(2, 12, dtype=torch.long)}
+    sch = create_schedule(Numbered(*(32,) * 9), example_inputs=batch)
+    found = estimate(sch, batch)
+    monkeypatch.setattr(repeated_blocks, "KEPT", 1000)
+    assert found == estimate(sch, batch)

@@ -48,9 +48,18 @@ def stage_records(
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-        try:
+
+        def run(trims: bool) -> StageRecord:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, trims)
+
+        try:
+            try:
+                return run(True)
+            except SlapoError:
+                raise
+            except Exception:  # e.g. the model's code takes the output of a block by its number
+                return run(False)
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise

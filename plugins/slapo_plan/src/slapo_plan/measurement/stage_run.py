@@ -36,6 +36,7 @@ def run_stage(
     optimizer: OptimizerFactory | None = None,
     parameters: StageParameters | None = None,
     splits: bool = False,
+    trims: bool = True,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -48,9 +49,11 @@ def run_stage(
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
+        trims: False to run all blocks, for a model that does not run without some.
     """
     held = parameters or StageParameters()
-    runs = block_runs(stage.module, held.units_ahead, LONGEST_PATTERN) if held.units_ahead is not None else []
+    is_trimmed = trims and held.units_ahead is not None
+    runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
         sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
