@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slapo_tune import ScheduleSpace, TrialResult
-from slapo_tune.study.trial_result import FAILED, MEASURED
+from slapo_tune.study.trial_result import FAILED, MEASURED, PRUNED
 from slapo_tune.trial.process import Interruption
+from slapo_tune.trial.reports import Prune, TrialReport
 
 Seconds = Callable[[Mapping[str, Any]], float]
 
@@ -38,6 +39,7 @@ class FunctionSubject:
         seconds: Seconds of a step; an exception is a failure.
         refusals: Returns the sentence of a refusal.
         wrong: Returns what the verification says.
+        steps: Steps after which a trial reports its throughput, the same after each, known within 1 %.
         declares: Whether the space is known without a model.
     """
 
@@ -50,19 +52,19 @@ class FunctionSubject:
         refusals: Callable[[Mapping[str, Any]], str] = lambda values: "",
         wrong: Callable[[Mapping[str, Any]], str | None] = lambda values: "",
         declares: bool = True,
+        steps: Sequence[int] = (),
     ) -> None:
         self._space, self._seconds, self._refusals, self._wrong = space, seconds, refusals, wrong
         self.space_function = space if declares else None
         self.measured: list[dict[str, Any]] = []
         self.interrupt_after = math.inf
+        self._steps = steps
 
     def declare(self, space: ScheduleSpace) -> str:
         self._space(space)
         return self._refusals(space)
 
-    def measure(
-        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
-    ) -> TrialResult | None:
+    def measure(self, number: int, values: Mapping[str, Any], prune: Prune, interruption: Interruption) -> TrialResult | None:
         if len(self.measured) >= self.interrupt_after:
             signal.raise_signal(signal.SIGINT)
             return None
@@ -71,7 +73,11 @@ class FunctionSubject:
             seconds = self._seconds(values)
         except Exception as err:
             return TrialResult(number, dict(values), FAILED, message=str(err))
-        return TrialResult(number, dict(values), MEASURED, throughput=8 / seconds, seconds=seconds)
+        throughput = 8 / seconds
+        for step in self._steps:
+            if sentence := prune(TrialReport(step, throughput, (0.99 * throughput, 1.01 * throughput))):
+                return TrialResult(number, dict(values), PRUNED, throughput, seconds, steps=step, message=sentence)
+        return TrialResult(number, dict(values), MEASURED, throughput, seconds, steps=max(self._steps, default=0))
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
         return self._wrong(values)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from slapo_core import load_schedule
 from slapo_tune import MeasurementSettings, TuneError, tune
 from slapo_tune.measurement.job import TrialJob
 from slapo_tune.measurement.launcher import error_sentence
-from slapo_tune.measurement.step_timing import median_interval, time_steps
+from slapo_tune.measurement.step_timing import StepMeasurement, median_interval, time_steps
 
 from .models import Blocks, batch, behave, layout, replace_one, schedule
 
@@ -209,19 +210,23 @@ def test_the_median_has_an_interval_from_six_steps_on() -> None:
     assert (low, high) == (40.0, 59.0)
 
 
-def test_measuring_ends_when_the_interval_is_narrow_or_the_schedule_is_slower_than_the_best() -> None:
+def test_measuring_ends_when_the_interval_is_narrow_and_reports_until_then() -> None:
     steps: list[float] = []
+    reports: list[StepMeasurement] = []
 
     def step() -> None:
         steps.append(time.perf_counter())
         time.sleep(0.002)
 
-    settings = MeasurementSettings(warmup=2, precision=1e-9, max_steps=9, max_seconds=60)
-    timing = time_steps(step, settings, None, bool)
-    assert (timing.steps, timing.pruned, len(steps)) == (9, False, 11)
+    settings = MeasurementSettings(warmup=2, precision=1e-9, max_steps=15, max_seconds=60)
+    timing = time_steps(step, settings, reports.append, bool)
+    assert (timing.steps, len(steps)) == (15, 17)
     assert timing.seconds > 0.002
-    timing = time_steps(step, settings, 0.0001, bool)
-    assert (timing.steps, timing.pruned) == (6, True)
+    assert [each.steps for each in reports] == [6, 9, 14]
+    assert all(each.interval is not None for each in reports)
+    reports.clear()
+    assert time_steps(step, replace(settings, precision=1e9), reports.append, bool).steps == 6
+    assert reports == []
 
 
 def test_running_out_of_memory_begins_with_these_words() -> None:

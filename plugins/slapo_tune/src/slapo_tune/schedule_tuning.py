@@ -15,16 +15,19 @@ import torch
 from torch import nn
 
 from .measurement.job import AXES, MeasurementSettings, TrialJob, adamw
+from .measurement.step_timing import LEAST_STEPS
 from .sampling.search_plan import Predictions, SearchPlan
 from .schedule_space.schedule_file import SpaceFunction, read_schedule_file
 from .search import Budget, print_progress
 from .search_space.symbol import TuneError
+from .study.pruners import make_pruner
 from .subjects.schedule_subject import ScheduleSubject
 from .trial.process import MARK, Interruption, signal_name
 from .tune_result import TuneResult
 from .tuning_run import SearchSettings, run_search
 
 if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
 
@@ -57,6 +60,7 @@ def tune(
     optimizer: Callable[..., torch.optim.Optimizer] = adamw,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     sampler: str | BaseSampler = "plan",
+    pruner: str | BasePruner = "interval",
     verify: bool = True,
     measurement: MeasurementSettings | None = None,
     device: str = "auto",
@@ -89,6 +93,8 @@ def tune(
         optimizer: ``parameters -> Optimizer``; default: AdamW.
         loss_fn: As for ``slapo.build``.
         sampler: ``"plan"``, which follows the plan and learns its error, ``"tpe"``, ``"random"``, or an Optuna sampler.
+        pruner: What stops a slow trial: ``"interval"``, once its interval is clear of the best; Optuna's ``"median"`` and
+            ``"hyperband"``; an Optuna pruner; or ``"none"``.
         verify: Whether the best is verified.
         measurement: How often a step is measured.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: GPUs where there is one for every rank of ``layout``.
@@ -130,8 +136,9 @@ def tune(
         seed=seed,
         measurement=measurement or MeasurementSettings(),
     )
+    stopping = make_pruner(pruner, LEAST_STEPS, max(job.measurement.max_steps, LEAST_STEPS))
     subject = ScheduleSubject(job, function, timeout, name)
-    plan = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(prune), verify, seed)
+    plan = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(prune), verify, seed, stopping)
     write = partial(_copy_schedule, source) if isinstance(source, str) else subject.steps_source
     try:
         with Interruption() as interruption:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .sampling.search_plan import Predictions
 from .search import Budget, print_progress
+from .study.pruners import make_pruner
 from .subjects.script_subject import ScriptSubject
 from .trial.process import Interruption, script_program
 from .tune_result import TuneResult
@@ -23,6 +24,7 @@ def search_script(
     seconds: float | None,
     database: Any = None,
     sampler: str = "plan",
+    pruner: str = "interval",
     seed: int = 0,
     report: Callable[[str], None] = print_progress,
 ) -> TuneResult:
@@ -36,12 +38,15 @@ def search_script(
         seconds: Seconds of the search; None for any.
         database: As for ``slapo.tune``.
         sampler: As for ``slapo.tune``.
+        pruner: As for ``slapo.tune``, by the reports that the script prints.
         seed: Of the sampler.
         report: Takes a line of progress.
     """
     script, *arguments = command
     subject = ScriptSubject(script_program(script), script, arguments, schedule, timeout)
-    settings = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(None), verify=False, seed=seed)
+    settings = SearchSettings(
+        Budget(trials, seconds), timeout, sampler, Predictions(None), verify=False, seed=seed, pruner=make_pruner(pruner)
+    )
     with Interruption() as interruption:
         result = run_search(subject, database, settings, interruption, report)
     return replace(result, write_schedule=lambda values, path: shutil.copyfile(schedule, path))

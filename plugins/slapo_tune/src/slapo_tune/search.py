@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import optuna
@@ -158,8 +159,7 @@ class Search:
         if refusal:
             result: TrialResult | None = TrialResult(number, values, REFUSED, message=refusal, predicted=predicted)
         else:
-            best = best_of(self._study.results())
-            result = self._subject.measure(number, values, best.seconds if best else None, self._interruption)
+            result = self._subject.measure(number, values, partial(self._study.report, number), self._interruption)
         if result is None:
             self._study.abandon(number)
             return

@@ -13,7 +13,7 @@ from slapo_report import tune_page
 
 from .search_space.space import Space
 from .search_space.symbol import TuneError
-from .study.trial_result import REFUSED, TrialResult
+from .study.trial_result import PRUNED, REFUSED, TrialResult
 
 WriteSchedule = Callable[[Mapping[str, Any], Path], object]
 """Writes the schedule of a configuration as a Python schedule file, without its values."""
@@ -121,7 +121,10 @@ class TuneResult:
 
     def __str__(self) -> str:
         counted = [each for each in self.trials if each.state != REFUSED]
-        lines = [f"{self.name}: {len(counted)} trials, {len(self.failures)} failures, {len(self.skipped)} skipped"]
+        stopped = sum(each.state == PRUNED for each in counted)
+        told = f"{stopped} of them stopped as slow, " if stopped else ""
+        parts = f"{len(counted)} trials, {told}{len(self.failures)} failures, {len(self.skipped)} skipped"
+        lines = [f"{self.name}: {parts}"]
         if self.best is not None:
             word = {True: "verified", False: "refuted", None: "not verified"}[self.best.verified]
             lines.append(f"best: {self.best}, {word}")

@@ -19,6 +19,7 @@ from .trial.process import Interruption, signal_name
 from .tune_result import TuneResult
 
 if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
 
@@ -37,6 +38,7 @@ class SearchSettings:
         predictions: Of a plan.
         verify: Whether the best is verified.
         seed: Of the sampler.
+        pruner: Stops slow trials; None for the tuner's own.
     """
 
     budget: Budget
@@ -45,6 +47,7 @@ class SearchSettings:
     predictions: Predictions = Predictions(None)
     verify: bool = True
     seed: int = 0
+    pruner: BasePruner | None = None
 
 
 def run_search(
@@ -60,7 +63,7 @@ def run_search(
         TuneError: the space or the database cannot be used. The best so far has been reported.
     """
     storage, classic = open_storage(database)
-    study = TuningStudy(storage, subject.name, classic, settings.timeout)
+    study = TuningStudy(storage, subject.name, classic, settings.timeout, settings.pruner)
     search: Search | None = None
     try:
         search = Search(

@@ -56,6 +56,10 @@ def tune(
     sampler: Annotated[
         Literal["plan", "tpe", "random"], typer.Option(help="Choice of the next configuration; the last two are Optuna's.")
     ] = "plan",
+    pruner: Annotated[
+        Literal["interval", "median", "hyperband", "none"],
+        typer.Option(help="What stops a slow trial: its interval, clear of the best; or a pruner of Optuna."),
+    ] = "interval",
     save: Annotated[str, typer.Option(help="Write the best as a schedule file.", metavar="FILE", show_default=False)] = "",
     report: Annotated[
         str, typer.Option(help="Write a page with trials, best so far and importances.", metavar="FILE", show_default=False)
@@ -93,7 +97,7 @@ def tune(
         given = ["--config", config, *(["--db", db] if db else []), "--error-stop", error_stop, "--timeout", timeout]
         raise typer.Exit(main([*given, *(script or [])], "slapo tune"))
     options: dict[str, Any] = {"trials": trials, "timeout": _seconds(timeout), "seconds": seconds or None}
-    options |= {"database": db or None, "sampler": sampler, "save": save, "page": report}
+    options |= {"database": db or None, "sampler": sampler, "pruner": pruner, "save": save, "page": report}
     if script:
         if model or not schedule:
             raise SettingsError("tune: a script needs --schedule FILE with its space, and no --model; or --config FILE")

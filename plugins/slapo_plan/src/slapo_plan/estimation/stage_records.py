@@ -19,6 +19,9 @@ from ..measurement.stage_run import OptimizerFactory, run_stage
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
 
+_ATTEMPTS = ((MOST_VALUES, True), (None, True), (None, False))
+"""Largest computed value, and whether blocks are left out; each is for models that do not run with the one before."""
+
 
 def stage_records(
     program: Program,
@@ -42,21 +45,32 @@ def stage_records(
     """
     engine = runner.memory(optimizer)
 
-    def record(index: int, most_values: int | None = MOST_VALUES) -> StageRecord:
+    def record(index: int) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-        try:
+
+        def run(most_values: int | None, trims: bool) -> StageRecord:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, most_values)
-        except Exception as err:  # the model's code may raise anything where it reads a value that was dropped
-            if isinstance(err, SlapoError) and runner.adapts_to(err):
-                return record(index, most_values)
-            if most_values is None:
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, most_values, trims)
+
+        try:
+            for attempt in _ATTEMPTS:
+                try:
+                    return run(*attempt)
+                except SlapoError:
+                    raise
+                except (
+                    Exception
+                ):  # the model's code reads a value that was dropped, or takes the output of a block by its number
+                    if attempt == _ATTEMPTS[-1]:
+                        raise
+        except SlapoError as err:
+            if not runner.adapts_to(err):
                 raise
-            return record(index, None)
+        return record(index)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:

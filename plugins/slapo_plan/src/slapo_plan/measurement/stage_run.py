@@ -37,6 +37,7 @@ def run_stage(
     parameters: StageParameters | None = None,
     splits: bool = False,
     most_values: int | None = None,
+    trims: bool = True,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -50,9 +51,11 @@ def run_stage(
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
         most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
+        trims: False to run all blocks, for a model that does not run without some.
     """
     held = parameters or StageParameters()
-    runs = block_runs(stage.module, held.units_ahead, LONGEST_PATTERN) if held.units_ahead is not None else []
+    is_trimmed = trims and held.units_ahead is not None
+    runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
         sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True, most_values=most_values)

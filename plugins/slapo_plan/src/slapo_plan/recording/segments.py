@@ -100,10 +100,11 @@ class Segments:
     def _owners(self, repetition: Mapping[str, RepeatedBlocks]) -> list[RepeatedBlocks | None]:
         """Return the repetition of each part; what runs between two blocks belongs to the first of them."""
         named = [place for place, (name, _) in enumerate(self.parts) if name]
-        found: list[RepeatedBlocks | None] = [None] * len(self.parts)
-        for place, following in zip(named, [*named[1:], None], strict=False):
-            for each in range(place, place + 1 if following is None else following):
-                found[each] = repetition.get(self.parts[place][0])
+        last = named[-1] if named else -1
+        found: list[RepeatedBlocks | None] = []
+        for place, (name, _) in enumerate(self.parts):
+            is_between = not name and found and place < last
+            found.append(found[-1] if is_between else repetition.get(name))
         return found
 
     def _outside(self, place: int, repeated: Sequence[RepeatedBlocks]) -> PassRecord:

@@ -20,7 +20,7 @@ from slapo_verify import verify_engine
 
 from ..schedule_space.schedule_space import ScheduleSpace
 from .job import AXES, TrialJob
-from .step_timing import time_steps
+from .step_timing import StepMeasurement, time_steps
 
 JOIN_SECONDS = 600
 """Seconds that a rank waits for the others; the tuner's time limit is usually shorter."""
@@ -31,8 +31,7 @@ def work_as_rank(job: TrialJob, order: Mapping[str, Any], rank: int, folder: Pat
 
     Args:
         job: The subject.
-        order: ``"values"`` of the configuration; ``"mode"``, ``"measure"`` or ``"verify"``; and ``"best"``, seconds of a step
-            of the best schedule so far, or None.
+        order: ``"values"`` of the configuration; and ``"mode"``, ``"measure"`` or ``"verify"``.
         rank: Global rank.
         folder: Folder of the trial, where the ranks meet.
     """
@@ -65,18 +64,21 @@ def _measure(job: TrialJob, order: Mapping[str, Any], mesh: DeviceMesh) -> dict[
             torch.cuda.synchronize()
         dist.barrier()
 
-    timing = time_steps(step, job.measurement, order.get("best"), _value_of_rank_0)
-    interval = timing.interval and [job.rows / timing.interval[1], job.rows / timing.interval[0]]
-    result = {
-        "throughput": job.rows / timing.seconds,
-        "interval": interval,
-        "seconds": timing.seconds,
-        "steps": timing.steps,
-        "pruned": timing.pruned,
-    }
+    def report(measured: StepMeasurement) -> None:
+        if dist.get_rank() == 0:
+            print(json.dumps({"step": measured.steps, **_figures(job, measured)}), flush=True)
+
+    timing = time_steps(step, job.measurement, report, _value_of_rank_0)
+    result = {"steps": timing.steps, **_figures(job, timing)}
     if job.device == "cuda":
         result["peak_bytes"] = torch.cuda.max_memory_allocated()
     return result
+
+
+def _figures(job: TrialJob, measured: StepMeasurement) -> dict[str, Any]:
+    """Return samples a second, their interval, and seconds of a step."""
+    interval = measured.interval and [job.rows / measured.interval[1], job.rows / measured.interval[0]]
+    return {"throughput": job.rows / measured.seconds, "interval": interval, "seconds": measured.seconds}
 
 
 def _value_of_rank_0(value: bool) -> bool:

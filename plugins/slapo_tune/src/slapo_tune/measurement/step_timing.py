@@ -13,8 +13,8 @@ from .job import MeasurementSettings
 LEAST_STEPS = 6
 """Fewest steps whose smallest and largest seconds hold the median with a probability of 95 %."""
 
-SLOWER = 1.1
-"""A schedule is not measured further once its interval begins at this multiple of the best schedule's seconds."""
+REPORT_GROWTH = 1.5
+"""Factor between the numbers of steps after which a trial reports, so that the tuner leaves the processors to the trial."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class StepMeasurement:
         seconds: The median.
         interval: 95 % interval of the median; None with fewer than ``LEAST_STEPS`` steps.
         steps: Steps that were measured.
-        pruned: Whether measuring ended because the schedule is slower than the best one.
     """
 
     seconds: float
     interval: tuple[float, float] | None
     steps: int
-    pruned: bool = False
+
+    def is_narrow(self, precision: float) -> bool:
+        """Return True if the half width of the interval, relative to the median, is at most ``precision``."""
+        return self.interval is not None and (self.interval[1] - self.interval[0]) / 2 <= precision * self.seconds
 
 
 def median_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
@@ -47,7 +49,7 @@ def median_interval(seconds: Sequence[float]) -> tuple[float, float] | None:
 def time_steps(
     step: Callable[[], None],
     settings: MeasurementSettings,
-    best: float | None,
+    report: Callable[[StepMeasurement], None],
     agree: Callable[[bool], bool],
 ) -> StepMeasurement:
     """Run steps until their median is known well enough.
@@ -55,24 +57,22 @@ def time_steps(
     Args:
         step: Runs a training step on all ranks and returns when it is done on all.
         settings: How often.
-        best: Seconds of a step of the best schedule so far.
+        report: Takes the measurement so far, from the first that has an interval on.
         agree: Returns rank 0's value on every rank.
     """
     for _ in range(settings.warmup):
         step()
     seconds: list[float] = []
     start = time.perf_counter()
-    pruned = done = False
-    while not done:
+    next_report = LEAST_STEPS
+    while True:
         before = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - before)
-        interval = median_interval(seconds)
-        pruned = interval is not None and best is not None and interval[0] > SLOWER * best
+        measured = StepMeasurement(statistics.median(seconds), median_interval(seconds), len(seconds))
         over = time.perf_counter() - start > settings.max_seconds or len(seconds) >= settings.max_steps
-        done = agree(pruned or interval is not None and (over or _is_narrow(seconds, interval, settings.precision)))
-    return StepMeasurement(statistics.median(seconds), median_interval(seconds), len(seconds), pruned)
-
-
-def _is_narrow(seconds: Sequence[float], interval: tuple[float, float], precision: float) -> bool:
-    return (interval[1] - interval[0]) / 2 <= precision * statistics.median(seconds)
+        if agree(measured.interval is not None and (over or measured.is_narrow(settings.precision))):
+            return measured
+        if measured.steps == next_report:
+            report(measured)
+            next_report = math.ceil(REPORT_GROWTH * next_report)

@@ -76,7 +76,7 @@ class PlanSampler(BaseSampler):
         if not pool:
             return {}
         predicted = self.log_predictions(pool)
-        measured = any(each.state == TrialState.COMPLETE for each in trials)
+        measured = any(map(_is_measured, trials))
         if self._predictions and not measured:
             return dict(pool[int(np.argmin(predicted))])
         encoding = Coordinates(symbols)
@@ -104,8 +104,8 @@ class PlanSampler(BaseSampler):
 
         Running trials count as the model predicts them, so that another tuner's neighbourhood is left to it.
         """
-        measured = [each for each in trials if each.state == TrialState.COMPLETE]
-        failed = [each for each in trials if each.state in (TrialState.FAIL, TrialState.PRUNED)]
+        measured = [each for each in trials if _is_measured(each)]
+        failed = [each for each in trials if each.state.is_finished() and not _is_measured(each)]
         running = [each for each in trials if each.state == TrialState.RUNNING]
         seconds = [-math.log(each.values[0]) for each in measured]
         known = measured + failed
@@ -171,6 +171,11 @@ def merged_symbols(definitions: Sequence[SymbolDefinition]) -> list[SymbolDefini
         numeric = all(type(value) in (int, float) for value in seen.values())
         merged.append(SymbolDefinition(name, "choice", tuple(sorted(seen.values()) if numeric else seen.values())))
     return merged
+
+
+def _is_measured(trial: FrozenTrial) -> bool:
+    """Return whether a trial has a throughput: one that was measured to the end, or until it was pruned."""
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and trial.values is not None
 
 
 def _trials(study: optuna.Study) -> list[FrozenTrial]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import StorageInternalError
+from optuna.pruners import BasePruner
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -20,11 +22,14 @@ from ..schedule_space.exploration import Path
 from ..schedule_space.schedule_space import SymbolDefinition
 from ..search_space.space import Space
 from ..search_space.symbol import TuneError
+from ..trial.reports import TrialReport
 from .database import Database
 from .ownership import end_run, is_alive, own_process, start_run
-from .trial_result import TrialResult
+from .pruners import INTERVAL, IntervalPruner, best_throughput, pruner_name
+from .trial_result import MEASURED, PRUNED, TrialResult
 
 _OWNER, _ORDER, _RESULT, _WITHDRAWN, _LIMIT = "owner", "symbols", "result", "withdrawn", "time_limit"
+_STATES = {MEASURED: TrialState.COMPLETE, PRUNED: TrialState.PRUNED}
 
 
 class TuningStudy:
@@ -35,15 +40,27 @@ class TuningStudy:
         name: Name of the study.
         classic: A database that gets the classic record of each result too.
         time_limit: Seconds of a trial; a result that an earlier, smaller limit ended does not count.
+        pruner: Decides about running trials.
     """
 
     def __init__(
-        self, storage: BaseStorage, name: str, classic: Database | None = None, time_limit: float | None = None
+        self,
+        storage: BaseStorage,
+        name: str,
+        classic: Database | None = None,
+        time_limit: float | None = None,
+        pruner: BasePruner | None = None,
     ) -> None:
         self.name, self._storage, self._classic, self._time_limit = name, storage, classic, time_limit
         self._run = start_run()
         with _storage_errors():
-            self.study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+            self.study = optuna.create_study(
+                storage=storage,
+                study_name=name,
+                direction="maximize",
+                load_if_exists=True,
+                pruner=pruner or IntervalPruner(),
+            )
             self._study_id = storage.get_study_id_from_name(name)
 
     def close(self) -> None:
@@ -83,14 +100,31 @@ class TuningStudy:
             return None
         return number
 
+    def report(self, number: int, report: TrialReport) -> str:
+        """Store a report of a running trial and ask the pruner; return the sentence of a trial to stop, else ``""``."""
+        pruner = self.study.pruner
+        with _storage_errors():
+            identity = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+            self._storage.set_trial_intermediate_value(identity, report.step, report.throughput)
+            trial = copy.copy(self._storage.get_trial(identity))
+            trial.user_attrs = {**trial.user_attrs, INTERVAL: report.interval}
+            if not pruner.prune(self.study, trial):
+                return ""
+            best = best_throughput(self.study)
+        compared = "" if best is None else f", and the best has {best:.5g}"
+        return (
+            f"stopped after step {report.step} by the {pruner_name(pruner)} pruner: {report.throughput:.5g} samples/s{compared}"
+        )
+
     def finish(self, result: TrialResult, command: str = "") -> None:
         """Store the result of a trial that :meth:`claim` added; the classic record comes first."""
         if self._classic is not None:
             self._classic.commit(f"{self.name} {Space.cfg_dict_to_str(result.values)}", result.classic_record(command))
         with _storage_errors():
             identity = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, result.number)
-        state = TrialState.COMPLETE if result.throughput is not None else TrialState.FAIL
-        self._end(identity, {_RESULT: result.data()}, state, result.throughput)
+            if result.throughput is not None and result.steps:
+                self._storage.set_trial_intermediate_value(identity, result.steps, result.throughput)
+        self._end(identity, {_RESULT: result.data()}, _STATES.get(result.state, TrialState.FAIL), result.throughput)
 
     def abandon(self, number: int) -> None:
         """Give up a claimed configuration, which any tuner may then take."""

@@ -26,6 +26,7 @@ from ..schedule_space.schedule_space import ScheduleSpace
 from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
+from ..trial.reports import Prune, ReportReader
 from ..trial.throughput import printed_result
 from .subject import last_line, output_problem, printed_error, trial_result
 
@@ -115,14 +116,14 @@ class ScheduleSubject:
                 dist.destroy_process_group()
                 sys.excepthook = excepthook
 
-    def measure(
-        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
-    ) -> TrialResult | None:
+    def measure(self, number: int, values: Mapping[str, Any], prune: Prune, interruption: Interruption) -> TrialResult | None:
         """Train a few steps on ranks of their own; None after an interruption."""
-        output = self._run(values, {"mode": "measure", "best": best_seconds}, self._timeout, interruption)
+        reports = ReportReader(prune)
+        output = self._run(values, {"mode": "measure"}, self._timeout, interruption, reports)
         if output is None:
             return None
-        return trial_result(number, values, output, printed_result(output.stdout.splitlines()), self._timeout, "the trial")
+        found = printed_result(output.stdout.splitlines())
+        return trial_result(number, values, output, found, self._timeout, "the trial", reports)
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
         """Compare a training step with the unmodified model's; return what is wrong, or ``""``; None if interrupted."""
@@ -136,13 +137,18 @@ class ScheduleSubject:
         return f"not verified: {printed_error(output.stdout) or problem}"
 
     def _run(
-        self, values: Mapping[str, Any], order: Mapping[str, Any], timeout: float | None, interruption: Interruption
+        self,
+        values: Mapping[str, Any],
+        order: Mapping[str, Any],
+        timeout: float | None,
+        interruption: Interruption,
+        reports: ReportReader | None = None,
     ) -> TrialOutput | None:
         sizes = self._job.sizes(values)
         text = json.dumps({"values": dict(values), "ranks": sizes[0] * sizes[1] * sizes[2], **order})
         command = [sys.executable, "-m", "slapo_tune.measurement.launcher", str(self._file), text]
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        return run_trial(command, {}, timeout, interruption, {"PYTHONPATH": paths})
+        return run_trial(command, {}, timeout, interruption, {"PYTHONPATH": paths}, reports)
 
 
 def _study_name(job: TrialJob) -> str:

@@ -15,6 +15,7 @@ from ..schedule_space.schedule_space import ScheduleSpace
 from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, check_variables, run_trial
+from ..trial.reports import Prune, ReportReader
 from ..trial.script_arguments import substitute
 from ..trial.throughput import logged_result, printed_result
 from .subject import trial_result
@@ -57,21 +58,20 @@ class ScriptSubject:
         check_variables(space)
         return ""
 
-    def measure(
-        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
-    ) -> TrialResult | None:
+    def measure(self, number: int, values: Mapping[str, Any], prune: Prune, interruption: Interruption) -> TrialResult | None:
         """Run the script; None after an interruption."""
         command = [*self._program, *(substitute(argument, values) for argument in self._arguments)]
         more = {VARIABLE: json.dumps(dict(values))}
+        reports = ReportReader(prune)
         try:
-            output = run_trial(command, values, self._timeout, interruption, more)
+            output = run_trial(command, values, self._timeout, interruption, more, reports)
         except (OSError, ValueError) as err:
             raise TuneError(f"tune({self._script!r}): the script cannot be started: {err}; give one that can") from err
         if output is None:
             return None
         lines = output.stdout.splitlines()
         found = printed_result(lines) or logged_result([*lines, *output.stderr.splitlines()], values)
-        return trial_result(number, values, output, found, self._timeout, Path(self._script).name)
+        return trial_result(number, values, output, found, self._timeout, Path(self._script).name, reports)
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
         """Return None: the script's model is not known."""

@@ -10,6 +10,7 @@ from ..schedule_space.schedule_file import SpaceFunction
 from ..schedule_space.schedule_space import ScheduleSpace
 from ..study.trial_result import FAILED, MEASURED, PRUNED, TrialResult
 from ..trial.process import Interruption, TrialOutput, signal_name
+from ..trial.reports import Prune, ReportReader, interval_of
 from ..trial.throughput import error_tail, invalid_throughput
 
 
@@ -31,10 +32,8 @@ class Subject(Protocol):
     def declare(self, space: ScheduleSpace) -> str:
         """Declare all symbols of a configuration; return the sentence of a refusal, or ``""``."""
 
-    def measure(
-        self, number: int, values: Mapping[str, Any], best_seconds: float | None, interruption: Interruption
-    ) -> TrialResult | None:
-        """Run a trial; None after an interruption."""
+    def measure(self, number: int, values: Mapping[str, Any], prune: Prune, interruption: Interruption) -> TrialResult | None:
+        """Run a trial, and stop it where ``prune`` says so; None after an interruption."""
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
         """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked."""
@@ -57,6 +56,7 @@ def trial_result(
     found: Mapping[str, Any] | None,
     time_limit: float | None,
     what: str,
+    reports: ReportReader,
 ) -> TrialResult:
     """Return the result of a trial from its output.
 
@@ -67,8 +67,12 @@ def trial_result(
         found: The line of JSON with its throughput, if there is one.
         time_limit: Seconds that it had.
         what: What ran, for sentences.
+        reports: Its reports; the one that stopped it is its result.
     """
-    problem = output_problem(output, time_limit, what)
+    pruned = reports.last is not None
+    if reports.last is not None:
+        found = reports.last.line
+    problem = "" if pruned else output_problem(output, time_limit, what)
     if not problem and found is None:
         problem = f"{what} printed no throughput, as in {json.dumps({'throughput': 12.5})}"
     elif not problem and found is not None and (reason := invalid_throughput(found["throughput"])):
@@ -80,16 +84,16 @@ def trial_result(
         said = own or f"{problem}; " + (f"the end of its output: {words}" if words else "it printed nothing")
         return TrialResult(number, values, FAILED, message=said, wall_seconds=round(output.seconds, 3), time_limit=limit)
     assert found is not None
-    taken = {"throughput", "interval", "seconds", "steps", "pruned", "samples_per_second"}
+    taken = {"throughput", "interval", "seconds", "step", "steps", "samples_per_second"}
     return TrialResult(
         number,
         values,
-        PRUNED if found.get("pruned") is True else MEASURED,
+        PRUNED if pruned else MEASURED,
         throughput=float(found["throughput"]),
         seconds=_number(found.get("seconds")),
-        interval=_interval(found.get("interval")),
-        steps=int(_number(found.get("steps")) or 0),
-        message=_pruned_sentence(found) if found.get("pruned") is True else "",
+        interval=interval_of(found.get("interval")),
+        steps=int(_number(found.get("steps", found.get("step"))) or 0),
+        message=reports.sentence,
         wall_seconds=round(output.seconds, 3),
         output={name: value for name, value in found.items() if name not in taken},
     )
@@ -114,15 +118,5 @@ def last_line(text: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, 
     return None
 
 
-def _pruned_sentence(found: Mapping[str, Any]) -> str:
-    return f"stopped after {found.get('steps')} steps of {found.get('seconds', 0.0):.4g} s: slower than the best"
-
-
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _interval(value: Any) -> tuple[float, float] | None:
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(_number(each) is not None for each in value):
-        return float(value[0]), float(value[1])
-    return None

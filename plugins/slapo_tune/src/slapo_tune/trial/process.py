@@ -23,6 +23,7 @@ from slapo_core import get_logger
 
 from ..search_space.symbol import TuneError
 from . import process_cleanup
+from .reports import ReportReader
 
 TERMINATION_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
@@ -150,7 +151,7 @@ class TrialOutput:
     Args:
         stdout: The end of its output.
         stderr: The end of its errors.
-        exit_code: Exit code of its first process; None if the tuner killed it.
+        exit_code: Exit code of its first process; None if the tuner killed it, at the time limit or as its reports are slow.
         timed_out: Whether it was killed at the time limit.
     """
 
@@ -172,13 +173,14 @@ def run_trial(
     timeout: float | None,
     interruption: Interruption,
     extra_variables: Mapping[str, str] | None = None,
+    reports: ReportReader | None = None,
 ) -> TrialOutput | None:
     """Run a command in a session of its own, end every process that it started, and return the output.
 
     After an interruption that is None.
 
     The symbols' values are for its environment, and ``extra_variables`` too; ``timeout`` is in seconds; ``interruption`` ends
-    the trial, too.
+    the trial, too, and so does a sentence of ``reports``.
     """
     mark = uuid.uuid4().hex
     environment = {**trial_environment(values, mark), **(extra_variables or {})}
@@ -188,21 +190,38 @@ def run_trial(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
         )
         try:
-            exit_code = _wait(process, start, timeout, interruption)
+            exit_code = _wait(process, start, timeout, interruption, reports, out)
             seconds = time.monotonic() - start
         finally:
             kill_whole(process, mark)
         if exit_code is None and interruption.number is not None:
             return None
-        return TrialOutput(_text(out), _text(err), seconds, exit_code, timed_out=exit_code is None)
+        pruned = reports is not None and bool(reports.sentence)
+        return TrialOutput(_text(out), _text(err), seconds, exit_code, timed_out=exit_code is None and not pruned)
 
 
-def _wait(process: subprocess.Popen[bytes], start: float, timeout: float | None, interruption: Interruption) -> int | None:
-    """Return the exit code, or None at the time limit and after an interruption."""
+def _wait(
+    process: subprocess.Popen[bytes],
+    start: float,
+    timeout: float | None,
+    interruption: Interruption,
+    reports: ReportReader | None,
+    out: IO[bytes],
+) -> int | None:
+    """Return the exit code, or None at the time limit, after an interruption, and for a trial that its reports stop.
+
+    Every report is read, also of a trial that has ended meanwhile, so that its outcome does not depend on the moment.
+    """
     while interruption.number is None and (timeout is None or time.monotonic() - start < timeout):
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(POLL_SECONDS)
-    return process.poll()
+            process.wait(POLL_SECONDS)
+            break
+        if reports is not None and reports.read(out, OUTPUT_BYTES):
+            break
+    exit_code = process.poll()
+    if reports is not None:
+        reports.read(out, OUTPUT_BYTES)
+    return exit_code
 
 
 @contextmanager
