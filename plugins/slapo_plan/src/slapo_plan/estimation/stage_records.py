@@ -62,9 +62,7 @@ def stage_records(
                     return run(*attempt)
                 except SlapoError:
                     raise
-                except (
-                    Exception
-                ):  # the model's code reads a value that was dropped, or takes the output of a block by its number
+                except Exception:  # e.g. the code takes the output of a block by its number
                     if attempt == _ATTEMPTS[-1]:
                         raise
         except SlapoError as err:
