@@ -80,14 +80,17 @@ def apply_derived_plan(
     return derive_once(schedule, partial(_apply_derived_plan, schedule, sequence_parallel, vocabulary))
 
 
-def _apply_derived_plan(schedule: Schedule, sequence_parallel: bool, vocabulary: Mapping[str, str] | None) -> dict[str, str]:
+def _apply_derived_plan(
+    schedule: Schedule, sequence_parallel: bool, vocabulary: Mapping[str, str] | None, is_part: bool = False
+) -> dict[str, str]:
+    """Derive a plan and apply it; with ``is_part``, some blocks are left out, and a model that does not run is an error."""
     steps = {**(vocabulary or {})}
     replicated, splits_more = ReplicatedModules(), vocabulary is None or bool(vocabulary)
     try:
-        derived = _first_feasible_plan(schedule, replicated, sequence_parallel, splits_more)
+        derived = _first_feasible_plan(schedule, replicated, sequence_parallel, splits_more, is_part)
     except (ScheduleError, TraceError) as err:
         may_help = isinstance(err, TraceError | ReservedNameError) or bool(replicated.layers)
-        if sequence_parallel or not may_help or not split_submodules(schedule, apply_derived_plan):
+        if sequence_parallel or is_part or not may_help or not split_submodules(schedule, apply_derived_plan):
             raise
         what = "tensor_parallel: the submodules of %s are split one by one, as there is no plan for the whole: %s"
         names = schedule.path or type(schedule.mod).__name__, without_trace_advice(err)
@@ -107,7 +110,7 @@ def _apply_derived_plan(schedule: Schedule, sequence_parallel: bool, vocabulary:
 
 
 def _first_feasible_plan(
-    schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool, splits_more: bool
+    schedule: Schedule, replicated: ReplicatedModules, sequence_parallel: bool, splits_more: bool, is_part: bool = False
 ) -> DerivedPlan:
     """Apply the first feasible plan; fill ``replicated`` with what made the plans before infeasible."""
     while True:
@@ -116,6 +119,8 @@ def _first_feasible_plan(
             with savepoint(schedule), no_parametrization_in_forward():
                 return apply_plan(schedule, replicated, sequence_parallel, splits_more or bool(replicated.opaque))
         except (ScheduleError, TraceError) as err:
+            if is_part and isinstance(err, TraceError):
+                raise
             if sequence_parallel and replicated.adapts:
                 replicated.adapts = False
             elif sequence_parallel and isinstance(err, TraceError):

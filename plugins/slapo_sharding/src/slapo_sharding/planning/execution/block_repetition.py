@@ -24,7 +24,7 @@ class UnequalBlocksError(ScheduleError):
     """Error of a plan whose steps in one block say nothing about the others."""
 
 
-def derive_once(schedule: Schedule, derive: Callable[[], Result]) -> Result:
+def derive_once(schedule: Schedule, derive: Callable[..., Result]) -> Result:
     """Derive a plan with few blocks of each run of equal ones, take its steps in the others too, and return its result.
 
     If the model does not run without some blocks, or blocks that stay get different steps, the plan is derived for all. Each
@@ -32,7 +32,7 @@ def derive_once(schedule: Schedule, derive: Callable[[], Result]) -> Result:
 
     Args:
         schedule: Schedule of the module.
-        derive: Derives the plan and takes its steps.
+        derive: Derives the plan and takes its steps; called with ``is_part=True`` where blocks are left out.
     """
     for module in schedule.mod.modules():  # before the plan puts hooks on them for a moment
         schedule.touch(module)
@@ -45,7 +45,7 @@ def derive_once(schedule: Schedule, derive: Callable[[], Result]) -> Result:
             steps = schedule._root.children
             begin = len(steps)
             with without_repeated(runs):
-                result = derive()
+                result = derive(is_part=True)
             _repeat(schedule, steps[begin:], runs)
             return result
     except (ScheduleError, TraceError) as err:
