@@ -173,7 +173,8 @@ def measure(rank: int, cases: Sequence[tuple[str, str]]) -> list[tuple[int, int,
 def _measured(name: str, layout: Layout) -> tuple[int, int, Totals]:
     sizes = (layout.pp, layout.dp, layout.tp)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")) if layout.ranks > 1 else None
-    engine = slapo.build(schedule(name, layout, mesh, "cpu"), target="torch", check=False, **options_of(layout))
+    sch = schedule(name, layout, mesh, "cpu")  # held while the engine runs, as in scripts of users
+    engine = slapo.build(sch, target="torch", check=False, **options_of(layout))
     batch = batch_of(name, 2 * layout.microbatches)
     for _ in range(2):
         engine.train_batch(**batch)

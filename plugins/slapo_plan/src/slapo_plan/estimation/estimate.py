@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import PipelineAction, StepFacts, StepModel
@@ -25,6 +26,11 @@ from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
+
+_VALUES = (
+    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in place "
+    "of weights on meta, and takes other memory with other values"
+)
 
 
 def estimate(
@@ -77,7 +83,7 @@ def estimate(
         planned = runner.plan(program, parts[0])
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
-    nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
+    nbytes = _input_bytes(batch, sch.example_inputs)
     ranks, collectives = [], []
     others: dict[int, list[CollectiveRecord]] = {}
     for rank in range(layout["pp"]):
@@ -92,7 +98,9 @@ def estimate(
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += _collectives(program, rank, own, others[rank], order[rank])
-    found = Estimate(**about, ranks=ranks, collectives=collectives, model_flops=_model_flops(program, records, order))
+    notes = [_VALUES] if any(each.has_values for each in records) else []
+    flops = _model_flops(program, records, order)
+    found = Estimate(**about, ranks=ranks, collectives=collectives, notes=notes, model_flops=flops)
     if hardware is None:
         return found
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
@@ -110,6 +118,12 @@ def step_model(sch: Schedule, target: str) -> type[StepModel]:
     if found is None:
         raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
     return found  # type: ignore[no-any-return]
+
+
+def _input_bytes(batch: Mapping[str, Any], example_inputs: Any) -> int:
+    """Return the bytes of a batch and of the example inputs, which live as long as the schedule."""
+    leaves = tree_leaves([dict(batch), example_inputs])
+    return storage_bytes(each for each in leaves if isinstance(each, torch.Tensor) and each.layout is torch.strided)
 
 
 def _axis_size(sch: Schedule, axis: str) -> int:

@@ -29,9 +29,10 @@ class RankMemory:
     """Memory of a rank at the peak of a step, in bytes.
 
     Args:
-        kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients, ``optimizer``, ``batch``,
-            ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for
-            backwards) and ``working`` (within one action).
+        kinds: Bytes by kind: ``parameters``, ``buffers`` (with what modules keep from forwards), ``gradients``, ``buckets`` of
+            gradients, ``optimizer``, ``batch`` (with the schedule's example inputs), ``gathered`` parameters, ``messages``
+            (receive buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one
+            action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
@@ -61,7 +62,7 @@ def rank_memory(
         order: Its actions.
         rules: Memory of the engine beside the model.
         microbatches: Number of micro-batches.
-        batch: Bytes of the rank's batch.
+        batch: Bytes of the rank's batch, and of the schedule's example inputs.
         places: Tensors that its stages share.
     """
     stages = records.values()
@@ -70,7 +71,7 @@ def rank_memory(
     step = _Step(
         {
             "parameters": round(once * sum(each.parameters for each in stages)),
-            "buffers": sum(each.buffers for each in stages),
+            "buffers": sum(each.buffers + each.kept for each in stages),
             "gradients": 0,
             "buckets": gradients if rules.buckets else 0,
             "optimizer": round(once * sum(each.optimizer.change for each in stages)),

@@ -12,10 +12,15 @@ import torch
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
+from ..measurement._torch_private import VALUE_READS
 from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
+from ..recording.storage_tracker import storage_bytes
+
+_MOST_BYTES_WITH_VALUES = 2**28
+"""Largest parameters of a stage that runs on real tensors, for a model that reads values that it computed."""
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
@@ -48,13 +53,20 @@ def stage_records(
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-        try:
+        def run(with_values: bool) -> StageRecord:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, with_values)
+
+        try:
+            return run(with_values=False)
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise
             return record(index)
+        except VALUE_READS:
+            if storage_bytes(program.stages[index].module.parameters()) > _MOST_BYTES_WITH_VALUES:
+                raise
+            return run(with_values=True)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:

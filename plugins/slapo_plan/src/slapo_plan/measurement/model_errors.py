@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from slapo_core import ScheduleError, SlapoError, failure_reason
 
-from ._torch_private import DataDependentOutputException
+from ._torch_private import VALUE_READS
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def model_errors(name: str) -> Iterator[None]:
         yield
     except SlapoError:
         raise
-    except DataDependentOutputException as err:
-        what = "the model reads a value that it computed, as x.item() does, and fake tensors have none"
+    except VALUE_READS as err:
+        what = "the model reads a value that it computed, as x.item() and x[mask] do, and fake tensors have none"
         advice = "leave that out for the estimate, or measure a real step with slapo_plan.measure_step"
         raise ScheduleError(f"{what}; {advice}", primitive=name) from err
     except Exception as err:  # the model's code and fake tensors may raise anything

@@ -16,7 +16,7 @@ class StageRecord:
 
     Args:
         begin: The start of a step, which gathers parameters that stay gathered.
-        forward: The forward, until its outputs are there.
+        forward: A forward that is not the first of all, until its outputs are there.
         first_backward: The backward that allocates the gradients of parameters, without the gradients that it sends.
         next_backward: A backward that adds to them, alike.
         inputs_backward: The first part of a split backward, for gradients of received tensors; None if none is split.
@@ -37,6 +37,8 @@ class StageRecord:
         step: With these: a step of the optimizer, whose state exists; ``optimizer`` and ``gradients`` are then empty.
         held: Bytes of these tensors between steps, by kind.
         freed: Bytes of them that are freed as a step begins.
+        kept: Bytes that the first forward of all leaves in the model, e.g. in a cache.
+        has_values: True if the stage ran on real tensors, since it reads values that it computed.
     """
 
     begin: PassRecord
@@ -61,6 +63,8 @@ class StageRecord:
     step: PassRecord | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     freed: int = 0
+    kept: int = 0
+    has_values: bool = False
 
     @property
     def gradient_growth(self) -> int:

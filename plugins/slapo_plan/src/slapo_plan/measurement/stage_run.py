@@ -36,6 +36,7 @@ def run_stage(
     optimizer: OptimizerFactory | None = None,
     parameters: StageParameters | None = None,
     splits: bool = False,
+    with_values: bool = False,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -48,12 +49,15 @@ def run_stage(
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
+        with_values: True to run on real copies of the weights, random ones in place of those on meta, for a model that reads
+            values that it computed.
     """
     held = parameters or StageParameters()
     runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
-        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
+        fake = not with_values
+        sandbox = Sandbox(stage.module, part, fake=fake, keeps_values=fake, copies=with_values)
         with sandbox.open(grad=True), warnings.catch_warnings():
             # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
@@ -108,8 +112,8 @@ class _StageRun:
         with resizes_noted(self.recorder.memory), self.recorder, self.marks:
             begin = self.marks.measure(self.parameters.begin_step).whole()
             with self.arrivals.note_arrivals():
-                forward, first = self._run_microbatch(self._run_backward)
-            following = self._run_microbatch(self._run_backward)[1]
+                first_forward, first = self._run_microbatch(self._run_backward)
+            forward, following = self._run_microbatch(self._run_backward)
             parts = self._run_split() if splits else None
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
@@ -137,6 +141,8 @@ class _StageRun:
             numbers=parameters[1],
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
+            kept=max(0, first_forward.change - forward.change),
+            has_values=not self.sandbox.fake,
         )
 
     def _run_split(self) -> tuple[PassRecord, PassRecord, PassRecord] | None:
@@ -203,7 +209,7 @@ class _StageRun:
 
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
-        return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
+        return self.sandbox.substitute_of(tensor).requires_grad_(boundary.requires_grad)
 
     def _measure(self, run: Callable[[], Any]) -> PassRecord:
         segments: Segments = self.marks.measure(run)
