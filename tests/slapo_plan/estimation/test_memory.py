@@ -9,6 +9,7 @@ import pytest
 from slapo_testing import run_distributed
 
 from .layouts import LAYOUTS, estimated, measure, totals
+from .user_models import USER_MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 
@@ -57,6 +58,23 @@ def test_models_on_two_ranks(model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "conv", "mixtral"])
 def test_one_rank(model: str) -> None:
     check([(model, "one"), (model, "fp16")], 1)
+
+
+def test_models_of_users() -> None:
+    check([(name, "one") for name in ("nano", "experts", "cached")], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_models_of_users_on_one_rank(name: str) -> None:
+    check([(name, layout) for layout in ("one", "one-microbatch")], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_models_of_users_on_two_ranks(name: str) -> None:
+    check([(name, layout) for layout in ("ddp", "fsdp")], 2)
 
 
 @pytest.mark.slow

@@ -27,12 +27,6 @@ from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
 
-_VALUES = (
-    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in place "
-    "of weights on meta, and takes other memory with other values"
-)
-
-
 def estimate(
     sch: Schedule,
     batch: Mapping[str, Any],
@@ -98,7 +92,7 @@ def estimate(
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += _collectives(program, rank, own, others[rank], order[rank])
-    notes = [_VALUES] if any(each.has_values for each in records) else []
+    notes = [*dict.fromkeys(note for each in records for note in each.notes)]
     flops = _model_flops(program, records, order)
     found = Estimate(**about, ranks=ranks, collectives=collectives, notes=notes, model_flops=flops)
     if hardware is None:
@@ -123,7 +117,7 @@ def step_model(sch: Schedule, target: str) -> type[StepModel]:
 def _input_bytes(batch: Mapping[str, Any], example_inputs: Any) -> int:
     """Return the bytes of a batch and of the example inputs, which live as long as the schedule."""
     leaves = tree_leaves([dict(batch), example_inputs])
-    return storage_bytes(each for each in leaves if isinstance(each, torch.Tensor) and each.layout is torch.strided)
+    return storage_bytes(each for each in leaves if isinstance(each, torch.Tensor))
 
 
 def _axis_size(sch: Schedule, axis: str) -> int:

@@ -139,7 +139,8 @@ class _Step:
             allocates = is_first and not keeps_gradients
             done = _pass(record, kind, allocates)
             repeated = places.repeated.get(index, 0) if allocates and begun else 0
-            self.peak(done.peak - repeated, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
+            # a tied gradient is computed before it is added to the one that exists
+            self.peak(done.peak, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
             grown = record.gradient_growth if allocates else 0
             self.now["gradients"] += grown - repeated
             self.now["activations"] += done.change - grown
@@ -156,10 +157,12 @@ class _Step:
         A sent output is an activation until its backward. Stages of one rank pass a tensor on, which then takes the place of a
         receive buffer.
         """
-        sent = record.sent if index not in places.passes_on else 0
         sent_back = record.sent_back if index - 1 not in places.passes_on else 0
-        if index in places.passes_on and kind in "FBW":
-            return record.sent * (-1 if kind == "F" else 1)
+        passed = record.sent if index in places.passes_on else 0
+        sent = record.sent - passed
+        if passed:  # its buffer is the output itself from the forward on
+            kept = {"F": 0, "I": sent_back, "W": 0, "B": sent_back}[kind] if rules.keeps_sent else 0
+            return kept + {"F": -passed, "I": 0, "W": passed, "B": passed}[kind]
         if rules.keeps_sent:
             return {"F": 0, "I": sent_back, "W": sent, "B": sent + sent_back}[kind]
         if kind != "B":

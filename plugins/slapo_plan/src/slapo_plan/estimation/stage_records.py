@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
@@ -20,7 +22,13 @@ from ..measurement.stage_run import OptimizerFactory, run_stage
 from ..recording.storage_tracker import storage_bytes
 
 _MOST_BYTES_WITH_VALUES = 2**28
-"""Largest parameters of a stage that runs on real tensors, for a model that reads values that it computed."""
+"""Largest parameters of a stage that runs on real tensors."""
+
+_VALUES = (
+    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in place "
+    "of weights on meta, and takes other memory with other values"
+)
+_LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
@@ -53,20 +61,24 @@ def stage_records(
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-        def run(with_values: bool) -> StageRecord:
+        def run(note: str = "") -> StageRecord:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, with_values)
+            found = run_stage(stage, part, forward, optimizer, held, index in split, with_values=bool(note))
+            return replace(found, notes=(note,)) if note else found
 
+        stage = program.stages[index]
+        runs_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
         try:
-            return run(with_values=False)
+            has_lstm = any(isinstance(each, nn.LSTM) for each in stage.module.modules())
+            return run(_LSTM if has_lstm and runs_on_values else "")
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise
             return record(index)
         except VALUE_READS:
-            if storage_bytes(program.stages[index].module.parameters()) > _MOST_BYTES_WITH_VALUES:
+            if not runs_on_values:
                 raise
-            return run(with_values=True)
+            return run(_VALUES)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:

@@ -38,7 +38,7 @@ class StageRecord:
         held: Bytes of these tensors between steps, by kind.
         freed: Bytes of them that are freed as a step begins.
         kept: Bytes that the first forward of all leaves in the model, e.g. in a cache.
-        has_values: True if the stage ran on real tensors, since it reads values that it computed.
+        notes: What the run leaves open, one sentence each.
     """
 
     begin: PassRecord
@@ -64,7 +64,7 @@ class StageRecord:
     held: Mapping[str, int] = field(default_factory=dict)
     freed: int = 0
     kept: int = 0
-    has_values: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def gradient_growth(self) -> int:

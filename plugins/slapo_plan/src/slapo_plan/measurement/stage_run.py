@@ -49,8 +49,7 @@ def run_stage(
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
-        with_values: True to run on real copies of the weights, random ones in place of those on meta, for a model that reads
-            values that it computed.
+        with_values: True to run on real copies of the weights, random ones in place of those on meta.
     """
     held = parameters or StageParameters()
     runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
@@ -142,7 +141,6 @@ class _StageRun:
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
             kept=max(0, first_forward.change - forward.change),
-            has_values=not self.sandbox.fake,
         )
 
     def _run_split(self) -> tuple[PassRecord, PassRecord, PassRecord] | None:
@@ -162,7 +160,7 @@ class _StageRun:
         made: list[Any] = []
         with ExitStack() as context:
             context.enter_context(self.parameters.microbatch())
-            forward = self._measure(lambda: made.append(self.forward(received, self.part)))
+            forward = self._measure(lambda: made.append(self.forward(received, self.part)), is_backward=False)
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             made.clear()
             passes = run_backward(outputs, received)
@@ -211,8 +209,8 @@ class _StageRun:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.substitute_of(tensor).requires_grad_(boundary.requires_grad)
 
-    def _measure(self, run: Callable[[], Any]) -> PassRecord:
-        segments: Segments = self.marks.measure(run)
+    def _measure(self, run: Callable[[], Any], is_backward: bool = True) -> PassRecord:
+        segments: Segments = self.marks.measure(run, is_backward)
         return segments.whole(self.repeated)
 
 

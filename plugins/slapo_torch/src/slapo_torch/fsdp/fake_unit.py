@@ -97,8 +97,12 @@ class FakeUnit:
                 each.whole.grad = None
             _free(members)
             scattered = self._buffer(trained)
+            last = gradients.pop()  # FSDP2's loop over gradients holds it until the reduction ends
             gradients.clear()
             reduced = scattered.new_empty(scattered.numel() // self._replicas)
+            if scattered.device.type == "cpu":
+                torch.empty_like(scattered)  # gloo reduces a copy of its input
+            del last
             start = 0
             for each in trained:
                 gradient = reduced[start : start + each.local.numel()].view_as(each.local)
