@@ -14,9 +14,10 @@ from slapo_plan import estimate, fake_ranks
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, device: str = "cpu") -> None:
         super().__init__()
-        self.first, self.drop, self.last = nn.Linear(width, width), nn.Dropout(0.5), nn.Linear(width, width)
+        self.first, self.last = (nn.Linear(width, width, device=device) for _ in range(2))
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.drop(torch.relu(self.first(x)))).mean()
@@ -81,12 +82,36 @@ def test_a_refused_option_is_a_problem_of_the_estimate() -> None:
         ),
         (Net(), torch.ones(4, 32), "the batch is a Tensor; give the arguments of the forward by name"),
         (Net(), {"x": torch.ones(4, 33)}, "does not run on this batch with fake tensors"),
-        (ReadsAValue(), BATCH, r"reads a value that it computed, as x.item\(\) does, .*; leave that out"),
+        (
+            ReadsAValue(8192, device="meta"),  # too large to run on real tensors
+            {"x": torch.ones(4, 8192)},
+            r"reads a value that it computed, as x.item\(\) .*; leave that out",
+        ),
     ],
 )
 def test_a_batch_or_model_that_does_not_run_is_one_sentence(model: nn.Module, batch: Any, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         estimate(create_schedule(model), batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_reads_a_value_runs_on_real_tensors(device: str) -> None:
+    model = ReadsAValue(device=device)
+    found, plain = (estimate(create_schedule(each), BATCH) for each in (model, Net(device=device)))
+    assert found.notes[0].startswith("the model reads values that it computed")
+    assert not plain.notes
+    kinds, others = found.ranks[0].memory.kinds, plain.ranks[0].memory.kinds
+    assert kinds["parameters"] == others["parameters"]
+    assert kinds["gradients"] == others["gradients"] / 2  # of the first layer alone
+    assert all(each.grad is None and each.is_meta == (device == "meta") for each in model.parameters())
+
+
+def test_tensors_in_lists_and_example_inputs_are_counted() -> None:
+    one, two = (
+        estimate(create_schedule(Net(), example_inputs=example), BATCH).ranks[0].memory.kinds["batch"]
+        for example in (None, [torch.ones(8, 32)])
+    )
+    assert two - one == 8 * 32 * 4
 
 
 def test_unknown_targets_are_named() -> None:

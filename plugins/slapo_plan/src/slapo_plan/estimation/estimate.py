@@ -27,6 +27,7 @@ from .result import CollectiveTotal, Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
 
+
 def estimate(
     sch: Schedule,
     batch: Mapping[str, Any],

@@ -25,8 +25,8 @@ _MOST_BYTES_WITH_VALUES = 2**28
 """Largest parameters of a stage that runs on real tensors."""
 
 _VALUES = (
-    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in place "
-    "of weights on meta, and takes other memory with other values"
+    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in "
+    "place of weights on meta, and takes other memory with other values"
 )
 _LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
@@ -61,6 +61,7 @@ def stage_records(
 
         if engine is not None:
             return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
+
         def run(note: str = "") -> StageRecord:
             held = runner.parameters(program, index)
             found = run_stage(stage, part, forward, optimizer, held, index in split, with_values=bool(note))

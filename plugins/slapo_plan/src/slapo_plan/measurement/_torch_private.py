@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of a fake tensor whose values are read, by ``item()``, or by an operator whose result has a shape that depends on them."""
+"""Errors of a fake tensor whose values are read: by ``item()``, or by an operator whose result has a shape that they decide."""
 
 
 def fake_store() -> Any:

@@ -65,7 +65,7 @@ class Segments:
 class SegmentMarks:
     """Cuts passes where a block begins and ends; used as a context of the run.
 
-    In the backward a block begins when the gradient of its output is there, or when it is recomputed, and ends when the gradient
+    In the backward a block begins when the gradient of its output is there, or when it is recomputed. It ends when the gradient
     of its input is there.
 
     Args:
