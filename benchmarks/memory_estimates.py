@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo_core as slapo
+from benchmarks.memory_models import LENGTH, MODELS, ROWS, batch_of
 from slapo_plan import estimate, fake_ranks, measure_step
 from slapo_testing import run_distributed
-
-from .memory_models import LENGTH, MODELS, ROWS, batch_of
 
 
 class Case(NamedTuple):

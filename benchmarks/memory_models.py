@@ -55,7 +55,8 @@ class Experts(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.tokens(input_ids).flatten(0, 1)
-        for router, experts in zip(self.routers, self.experts, strict=True):
+        layers: list[tuple[nn.Module, Any]] = [*zip(self.routers, self.experts, strict=True)]
+        for router, experts in layers:
             weights, chosen = router(x).softmax(-1).topk(2, dim=-1)
             out = torch.zeros_like(x)
             for index, expert in enumerate(experts):

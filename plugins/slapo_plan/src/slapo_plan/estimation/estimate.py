@@ -142,7 +142,9 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
         for stage in sorted(set(tie.stages) & records.keys())[:-1]:  # the backward reaches the last one first
             held = sum(each.nbytes for each in program.stages[stage].module.parameters())
             repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
-    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
+    own = [each for stage in records for each in program.stages[stage].module.buffers()]
+    others = storage_bytes([*own, *program.module.buffers()]) - storage_bytes(own)
+    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records), others)
 
 
 def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:

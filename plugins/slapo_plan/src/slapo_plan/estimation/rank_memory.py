@@ -18,10 +18,12 @@ class RankPlaces(NamedTuple):
     Args:
         repeated: Bytes of parameters of a stage that another stage of the rank holds, too; given for one of the two.
         passes_on: Stages whose outputs go to a stage of the same rank.
+        other_buffers: Bytes of buffers of stages of other ranks, which this rank holds, too.
     """
 
     repeated: Mapping[int, int] = {}
     passes_on: frozenset[int] = frozenset()
+    other_buffers: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,13 @@ def rank_memory(
     step = _Step(
         {
             "parameters": round(once * sum(each.parameters for each in stages)),
-            "buffers": sum(each.buffers + each.kept for each in stages),
+            "buffers": places.other_buffers + sum(each.buffers + each.kept for each in stages),
             "gradients": 0,
             "buckets": gradients if rules.buckets else 0,
             "optimizer": round(once * sum(each.optimizer.change for each in stages)),
             "batch": batch,
             "gathered": 0,
-            "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
+            "messages": sum(each.received + each.awaited for each in stages) * microbatches * rules.receive_buffers,
             "activations": 0,
         }
     )

@@ -14,8 +14,8 @@ from torch import nn
 from slapo_core import Program, SlapoError, Stage
 from slapo_training import StageRunner
 
-from ..measurement._torch_private import VALUE_READS
 from ..measurement.engine_stage_run import run_engine_stage
+from ..measurement.model_errors import NEEDS_VALUES
 from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
@@ -25,8 +25,8 @@ _MOST_BYTES_WITH_VALUES = 2**28
 """Largest parameters of a stage that runs on real tensors."""
 
 _VALUES = (
-    "the model reads values that it computed, e.g. to send rows to experts; it ran on real tensors, with random numbers in "
-    "place of weights on meta, and takes other memory with other values"
+    "the model reads values that it computed, e.g. to send rows to experts, or writes them into tensors that it made without "
+    "them; it ran on real tensors, with random numbers in place of weights on meta, and may take other memory with other values"
 )
 _LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
@@ -76,7 +76,7 @@ def stage_records(
             if not runner.adapts_to(err):
                 raise
             return record(index)
-        except VALUE_READS:
+        except NEEDS_VALUES:
             if not runs_on_values:
                 raise
             return run(_VALUES)

@@ -38,6 +38,7 @@ class StageRecord:
         held: Bytes of these tensors between steps, by kind.
         freed: Bytes of them that are freed as a step begins.
         kept: Bytes that the first forward of all leaves in the model, e.g. in a cache.
+        awaited: Bytes of the gradients of its outputs; less than ``sent`` if some need none.
         notes: What the run leaves open, one sentence each.
     """
 
@@ -64,6 +65,7 @@ class StageRecord:
     held: Mapping[str, int] = field(default_factory=dict)
     freed: int = 0
     kept: int = 0
+    awaited: int = 0
     notes: tuple[str, ...] = ()
 
     @property

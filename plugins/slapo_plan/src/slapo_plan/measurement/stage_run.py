@@ -103,7 +103,7 @@ class _StageRun:
         self.of_block = {path: [held[each] for each in held if each in ids] for path, ids in repeated.items()}
         self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
         self.marks = SegmentMarks(self.recorder, blocks)
-        self.received = self.sent = self.sent_back = 0
+        self.received = self.sent = self.sent_back = self.awaited = 0
 
     def record(
         self, optimizer: OptimizerFactory | None, splits: bool, parameters: tuple[int, int], buffers: int
@@ -140,6 +140,7 @@ class _StageRun:
             numbers=parameters[1],
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
+            awaited=self.awaited,
             kept=max(0, first_forward.change - forward.change),
         )
 
@@ -171,6 +172,7 @@ class _StageRun:
         if len(outputs) == 1 and outputs[0].dim() == 0:  # the loss has no gradient that another stage sends
             return None
         self.sent = storage_bytes(outputs)
+        self.awaited = storage_bytes(each for each in outputs if each.requires_grad)
         return [torch.empty_like(each) for each in outputs if each.requires_grad]
 
     def _run_backward(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PassRecord]:

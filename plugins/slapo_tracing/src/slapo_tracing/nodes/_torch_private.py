@@ -48,6 +48,10 @@ MODES = {"is_grad_enabled": torch.is_grad_enabled, "is_inference_mode_enabled": 
 """Queries of modes, which no torch function mode sees."""
 
 
+class UnknownValueError(RuntimeError):
+    """Values that are unknown while tracing are written into a tensor of known values."""
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the operators that draw random numbers."""
 
@@ -90,7 +94,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
-            raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
+            raise UnknownValueError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if self.keeps_values:
             func, args = with_positions(func, args, has_values)
         if func is _UNSAFE_VIEW:

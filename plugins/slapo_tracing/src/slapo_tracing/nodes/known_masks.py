@@ -31,7 +31,8 @@ def with_positions(func: Any, args: Any, has_values: Callable[[Any], bool]) -> t
         has_values: Returns True for a tensor with values.
     """
     if func is _SELECT and has_values(args[1]):
-        mask = torch.broadcast_to(args[1], torch.broadcast_shapes(args[0].shape, args[1].shape))
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        mask = args[1].expand(shape)
         return torch.ops.aten.new_empty.default, (args[0], [int(mask.sum())])
     if func not in _INDEXING:
         return func, args
