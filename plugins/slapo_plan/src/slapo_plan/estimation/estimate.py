@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import PipelineAction, StepFacts, StepModel
@@ -43,7 +43,8 @@ def estimate(
 
     Args:
         sch: Any handle of the schedule.
-        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``.
+        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``. Tensors on meta count
+            as zeros.
         target: Name of an installed dialect.
         hardware: Name or path of a hardware file, or a ``Hardware``, for seconds; None for none.
         **options: Options of ``build``, e.g. ``microbatches`` and ``precision``. ``optimizer`` is ``torch.optim.AdamW`` by
@@ -62,6 +63,7 @@ def estimate(
     if not isinstance(batch, Mapping):
         what = f"the batch is a {type(batch).__name__}; give the arguments of the forward by name, {{name: tensor}}"
         raise ScheduleError(what, primitive="estimate")
+    batch = tree_map_only(torch.Tensor, _with_values, dict(batch))
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -113,6 +115,11 @@ def step_model(sch: Schedule, target: str) -> type[StepModel]:
     if found is None:
         raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
     return found  # type: ignore[no-any-return]
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros in place of a tensor on meta; labels are counted by their values."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def _input_bytes(batch: Mapping[str, Any], example_inputs: Any) -> int:

@@ -55,31 +55,30 @@ def stage_records(
     """
     engine = runner.memory(optimizer)
 
-    def record(index: int) -> StageRecord:
+    def record(index: int, note: str = "") -> StageRecord:
+        """Run a stage; with a note on real tensors."""
+
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
+        stage = program.stages[index]
         if engine is not None:
-            return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
-
-        def run(note: str = "") -> StageRecord:
+            return run_engine_stage(stage, part, forward, engine, microbatches)
+        can_run_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
+        if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
+            note = note or _LSTM
+        try:
             held = runner.parameters(program, index)
             found = run_stage(stage, part, forward, optimizer, held, index in split, with_values=bool(note))
-            return replace(found, notes=(note,)) if note else found
-
-        stage = program.stages[index]
-        runs_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
-        try:
-            has_lstm = any(isinstance(each, nn.LSTM) for each in stage.module.modules())
-            return run(_LSTM if has_lstm and runs_on_values else "")
+            return replace(found, notes=(note,) if note else ())
+        except NEEDS_VALUES:
+            if note or not can_run_on_values:
+                raise
+            return record(index, _VALUES)
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise
-            return record(index)
-        except NEEDS_VALUES:
-            if not runs_on_values:
-                raise
-            return run(_VALUES)
+            return record(index, note)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:

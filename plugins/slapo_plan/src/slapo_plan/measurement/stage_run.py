@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core import Boundary, Stage
+from slapo_core import Boundary, ScheduleError, Stage, failure_reason
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
@@ -68,11 +68,24 @@ def run_stage(
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
-    """Return the record of an optimizer's first step on parameters with gradients."""
+    """Return the record of an optimizer's first step on parameters with gradients.
+
+    Raises:
+        ScheduleError: the optimizer cannot be made, or its step fails.
+    """
+    made: list[torch.optim.Optimizer] = []  # its state lives until the record is complete
+
+    def run() -> None:
+        made.append(optimizer(parameters))
+        made[0].step()
+
     recorder.answers = True
     try:
         with recorder:
-            return SegmentMarks(recorder, {}).measure(optimizer(parameters).step).whole()
+            return SegmentMarks(recorder, {}).measure(run).whole()
+    except Exception as err:  # optimizers may raise anything
+        what = f"the optimizer fails on these parameters: {failure_reason(err)}; give an optimizer that trains them"
+        raise ScheduleError(what, primitive="estimate") from err
     finally:
         recorder.answers = False
 
