@@ -43,8 +43,8 @@ def estimate(
 
     Args:
         sch: Any handle of the schedule.
-        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``. Tensors on meta count
-            as zeros.
+        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``; tensors on
+            meta count as zeros.
         target: Name of an installed dialect.
         hardware: Name or path of a hardware file, or a ``Hardware``, for seconds; None for none.
         **options: Options of ``build``, e.g. ``microbatches`` and ``precision``. ``optimizer`` is ``torch.optim.AdamW`` by

@@ -65,8 +65,8 @@ class Segments:
 class SegmentMarks:
     """Cuts passes where a block begins and ends; used as a context of the run.
 
-    In the backward a block begins when the gradient of its output is there, or when it is recomputed. It ends when the gradient
-    of its input is there.
+    In the backward a block begins when the gradient of its output is there, and ends when that of its input is. A block whose
+    forward kept no graph begins when it is recomputed, and ends when the next block begins, since its values are freed late.
 
     Args:
         recorder: Records the run.
@@ -79,7 +79,7 @@ class SegmentMarks:
         self._segments = Segments()
         self._name = ""
         self._start = 0
-        self._is_backward = False
+        self._is_backward = self._is_recomputed = False
 
     def __enter__(self) -> SegmentMarks:
         for path, block in self._blocks.items():
@@ -102,7 +102,7 @@ class SegmentMarks:
         return self._segments
 
     def _begin(self, name: str) -> None:
-        self._name, self._start = name, self._recorder.memory.live
+        self._name, self._start, self._is_recomputed = name, self._recorder.memory.live, False
         self._recorder.memory.begin_peak()
 
     def _cut(self, name: str) -> None:
@@ -114,7 +114,9 @@ class SegmentMarks:
         self._begin(name)
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._begin_block(path)
+        if self._name != path:
+            self._cut(path)
+            self._is_recomputed = self._is_backward
         first = next(_with_gradient([*args, *kwargs.values()]), None)
         if first is not None:
             first.register_hook(partial(self._end_backward, path))  # type: ignore[no-untyped-call]
@@ -131,7 +133,7 @@ class SegmentMarks:
             self._cut(path)
 
     def _end_backward(self, path: str, _: torch.Tensor) -> None:
-        if self._name == path:  # else the block before has begun: its output is this block's input
+        if self._name == path and not self._is_recomputed:  # else the block before has begun: its output is this block's input
             self._cut("")
 
 
