@@ -56,6 +56,7 @@ LAYOUTS = {
     "interleaved": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "interleaved"}),
     "zero-bubble": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "zero_bubble"}),
     "zbv": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "zbv"}),
+    "dualpipev": Layout(pp=2, stages=4, microbatches=6, options={"pipeline_schedule": "dualpipev"}),
     "tp-pp": Layout(pp=2, tp=2, microbatches=4),
     "pp-fsdp": Layout(pp=2, dp=2, microbatches=4, options=FSDP),
     "pp-ddp-interleaved": Layout(pp=2, dp=2, stages=4, microbatches=4, options={"pipeline_schedule": "interleaved"}),

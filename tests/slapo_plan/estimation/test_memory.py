@@ -23,7 +23,8 @@ SLOW = [
     *((model, name) for model in ("bert", "vit") for name in ("tp", "ddp", "checkpoints")),
     *((model, name) for model in ("conv", "mixtral") for name in ("ddp", "fsdp")),
     ("bert", "fsdp"),
-    ("perceptron", "ddp"),
+    *(("perceptron", name) for name in ("ddp", "fsdp")),
+    ("llama", "dualpipev"),
     *(("lora", name) for name in ("ddp", "fsdp", "zero-bubble", "ddp-fp16")),
 ]
 
@@ -75,6 +76,12 @@ def test_models_of_users_on_one_rank(name: str) -> None:
 @pytest.mark.parametrize("name", USER_MODELS)
 def test_models_of_users_on_two_ranks(name: str) -> None:
     check([(name, layout) for layout in ("ddp", "fsdp")], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_pipelines_of_models_of_users() -> None:
+    check([(name, "1f1b") for name in ("nano", "nano-checkpoint", "experts", "cached", "lstm", "gru", "frozen", "images")], 2)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ BATCH = {"x": torch.ones(4, 32)}
         (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1.0),
         (torch.optim.AdamW, 2.0),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3.0),
+        (torch.optim.Adagrad, 1.0),  # makes its state before its first step
         (torch.optim.Adafactor, 0.1),  # reads norms of parameters
     ],
 )
@@ -104,6 +105,26 @@ def test_a_model_that_reads_a_value_runs_on_real_tensors(device: str) -> None:
     assert kinds["parameters"] == others["parameters"]
     assert kinds["gradients"] == others["gradients"] / 2  # of the first layer alone
     assert all(each.grad is None and each.is_meta == (device == "meta") for each in model.parameters())
+
+
+def test_a_batch_on_meta_counts_as_one_with_numbers() -> None:
+    real, meta = (estimate(create_schedule(Net()), {"x": torch.ones(4, 32, device=each)}) for each in ("cpu", "meta"))
+    assert meta.ranks == real.ranks
+
+
+def test_an_optimizer_that_fails_is_one_sentence() -> None:
+    with pytest.raises(ScheduleError, match="the optimizer fails on these parameters: .*closure.*; give an optimizer"):
+        estimate(create_schedule(Net()), BATCH, optimizer=torch.optim.LBFGS)
+
+
+def test_large_models_that_index_by_masks_of_the_batch_run_without_numbers() -> None:
+    class Masked(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x)[x[:, 0] > 0]).mean()
+
+    found = estimate(create_schedule(Masked(8192, device="meta")), {"x": torch.ones(4, 8192)})
+    assert not found.notes
+    assert found.ranks[0].memory.kinds["gradients"] == 2 * 4 * 8192 * 8193
 
 
 def test_tensors_in_lists_and_example_inputs_are_counted() -> None:

@@ -167,7 +167,7 @@ class Lists(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, parts: list[torch.Tensor], facts: dict[str, Any], mask: Any = None, scale: float = 1.0) -> Result:
-        x = torch.cat(parts)
+        x = torch.stack(parts)
         for layer in self.layers:
             x = layer(x).relu_()
             x.add_(1.0)
@@ -251,7 +251,7 @@ def sequences(rows: int) -> dict[str, Any]:
 
 def lists(rows: int) -> dict[str, Any]:
     parts = [torch.randn(rows, WIDTH, generator=_numbers()) for _ in range(3)]
-    return {"parts": parts, "facts": {"weights": torch.ones(WIDTH)}, "mask": None, "scale": 2.0}
+    return {"parts": parts, "facts": {"weights": torch.ones(rows, WIDTH)}, "mask": None, "scale": 2.0}
 
 
 def images(rows: int) -> dict[str, Any]:
