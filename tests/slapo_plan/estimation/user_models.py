@@ -169,8 +169,7 @@ class Lists(nn.Module):
     def forward(self, parts: list[torch.Tensor], facts: dict[str, Any], mask: Any = None, scale: float = 1.0) -> Result:
         x = torch.stack(parts)
         for layer in self.layers:
-            x = layer(x).relu_()
-            x.add_(1.0)
+            x = layer(x).mul_(0.5).relu_()
         x = x if mask is None else x * mask
         return Result((x * facts["weights"]).square().mean() * scale, x)
 
