@@ -68,7 +68,9 @@ def run_stage(
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
-    """Return the record of an optimizer's first step on parameters with gradients.
+    """Return the record of an optimizer's step on parameters with gradients.
+
+    ``change`` is the state that the first step leaves. ``peak`` is beyond it what a later step allocates.
 
     Raises:
         ScheduleError: the optimizer cannot be made, or its step fails.
@@ -82,7 +84,9 @@ def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: 
     recorder.answers = True
     try:
         with recorder:
-            return SegmentMarks(recorder, {}).measure(run).whole()
+            marks = SegmentMarks(recorder, {})
+            first, later = marks.measure(run).whole(), marks.measure(lambda: made[0].step()).whole()
+            return PassRecord(first.change + later.peak, first.change, later.work)
     except Exception as err:  # optimizers may raise anything
         what = f"the optimizer fails on these parameters: {failure_reason(err)}; give an optimizer that trains them"
         raise ScheduleError(what, primitive="estimate") from err
@@ -130,10 +134,12 @@ class _StageRun:
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
         gradients, step = _gradient_bytes(trained), self._step(optimizer, trained)
+        more = [step]
         for path, times in self.repeated.items():
             own = [each for each in self.of_block[path] if each.grad is not None]
             gradients += times * _gradient_bytes(own)
-            step = PassRecord.join([step, *[self._step(optimizer, own)] * times])
+            more += [self._step_of_block(optimizer, trained, own, step)] * times
+        step = PassRecord(sum(each.peak for each in more), sum(each.change for each in more), PassRecord.join(more).work)
         return StageRecord(
             begin=begin,
             forward=forward,
@@ -219,6 +225,17 @@ class _StageRun:
         if optimizer is None or not parameters:
             return PassRecord()
         return step_record(self.recorder, optimizer, parameters)
+
+    def _step_of_block(
+        self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter], own: list[nn.Parameter], step: PassRecord
+    ) -> PassRecord:
+        """Return what parameters like those of a block add to the record of a step of others."""
+        copies = [nn.Parameter(torch.empty_like(each)) for each in own]
+        for each, copied in zip(own, copies, strict=True):
+            copied.grad = torch.empty_like(each) if each.grad is None else torch.empty_like(each.grad)
+        self.recorder.memory.add([copies, [each.grad for each in copies]])
+        both, alone = self._step(optimizer, [*parameters, *copies]), self._step(optimizer, own)
+        return PassRecord(both.peak - step.peak, both.change - step.change, alone.work)
 
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
