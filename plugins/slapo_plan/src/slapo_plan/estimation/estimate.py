@@ -21,6 +21,7 @@ from ..measurement.stage_record import StageRecord
 from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord, OperatorRecord
 from .engine_rank_memory import engine_rank_memory
+from .optimizer_parts import WHOLE_TENSORS, updates_parts
 from .process_groups import group_name
 from .rank_memory import RankPlaces, rank_memory
 from .result import CollectiveTotal, Estimate, RankEstimate
@@ -96,6 +97,9 @@ def estimate(
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += _collectives(program, rank, own, others[rank], order[rank])
     notes = [*dict.fromkeys(note for each in records for note in each.notes)]
+    has_parts = layout["tp"] > 1 or (layout["dp"] > 1 and options.get("data_parallel") == "fsdp")
+    if has_parts and optimizer is not None and not updates_parts(optimizer):
+        notes.append(WHOLE_TENSORS)
     flops = _model_flops(program, records, order)
     found = Estimate(**about, ranks=ranks, collectives=collectives, notes=notes, model_flops=flops)
     if hardware is None:
