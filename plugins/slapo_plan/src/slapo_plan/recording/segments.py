@@ -56,10 +56,24 @@ class Segments:
         """Return the record of the whole pass.
 
         Args:
-            repeated: How many further times a block runs right behind itself.
+            repeated: How many further times a block runs right behind itself, with what runs between it and the next block.
         """
-        repeated = repeated or {}
-        return PassRecord.join(part for name, part in self.parts for _ in range(1 + repeated.get(name, 0)))
+        repeated, found, index = repeated or {}, list[PassRecord](), 0
+        while index < len(self.parts):
+            name, end = self.parts[index][0], index + 1
+            if name in repeated:
+                end = self._end_of_block(name, end)
+            found += [part for _, part in self.parts[index:end]] * (1 + repeated.get(name, 0))
+            index = end
+        return PassRecord.join(found)
+
+    def _end_of_block(self, name: str, end: int) -> int:
+        """Return the index of the next block; of what follows ``name`` if there is none."""
+        behind = end
+        while end < len(self.parts) and self.parts[end][0] in ("", name):
+            end += 1
+            behind = end if self.parts[end - 1][0] else behind
+        return end if end < len(self.parts) else behind
 
 
 class SegmentMarks:
