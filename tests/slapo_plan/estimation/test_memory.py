@@ -62,7 +62,7 @@ def test_one_rank(model: str) -> None:
 
 
 def test_models_of_users() -> None:
-    check([(name, "one") for name in ("nano", "experts", "cached")], 1)
+    check([(name, "one") for name in ("nano", "deep", "experts", "cached")], 1)
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ class Nano(nn.Module):
 class Language(nn.Module):
     """Embedding, some body and a head."""
 
-    def __init__(self, sparse: bool = False) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(TOKENS, WIDTH, sparse=sparse), nn.Linear(WIDTH, TOKENS)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.tokens, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -266,6 +266,7 @@ USER_MODELS: dict[str, UserModel] = {
     "nano": UserModel(Nano),
     "nano-checkpoint": UserModel(lambda: Nano(reentrant=False)),
     "nano-reentrant": UserModel(lambda: Nano(reentrant=True)),
+    "deep": UserModel(lambda: Language(layers=8)),
     "experts": UserModel(Experts),
     "checked": UserModel(Checked),
     "masked": UserModel(MaskedLabels),
