@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
+from slapo_tracing.nodes import UnknownValueError
 from slapo_tracing.recording import Sandbox
 
 
@@ -35,3 +38,44 @@ def test_grouped_products_of_fp32_have_the_shape_of_real_ones(shapes: tuple[tupl
     with sandbox.open(grad=False):
         fakes = [None if each is None else sandbox.fake_of(each) for each in (left, right, offsets)]
         assert torch._grouped_mm(*fakes[:2], offs=fakes[2]).shape == real.shape
+
+
+def _gather(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x[mask]
+
+
+def _add_last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[mask] = 1.0
+    return torch.cat([y.flatten(), y[..., mask[0]].flatten(), y.masked_select(mask[..., None])])
+
+
+@pytest.mark.parametrize("index", [_gather, _add_last])
+def test_masks_with_values_give_fake_tensors_of_known_shapes(index: Callable[..., torch.Tensor]) -> None:
+    x, mask = torch.ones(4, 8, 8), torch.arange(32).view(4, 8) % 3 == 0
+    real = index(x.requires_grad_(), mask)
+    sandbox = Sandbox(nn.Linear(1, 1, device="meta"), {"mask": mask}, fake=True, keeps_values=True)
+    with sandbox.open(grad=True):
+        fake = index(sandbox.fake_of(x).requires_grad_(), mask)
+        fake.sum().backward()
+        assert fake.shape == real.shape
+
+
+def test_values_without_numbers_do_not_go_into_tensors_with_numbers() -> None:
+    sandbox = Sandbox(nn.Linear(1, 1, device="meta"), {}, fake=True, keeps_values=True)
+    with sandbox.open(grad=False), pytest.raises(UnknownValueError, match="into a tensor of known values"):
+        torch.zeros(4).copy_(sandbox.fake_of(torch.ones(4)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_copies_have_numbers_and_leave_the_model_alone(device: str) -> None:
+    layer = nn.Linear(7, 61, device=device)
+    sandbox = Sandbox(layer, {}, fake=False, copies=True)
+    with sandbox.open(grad=True):
+        assert isinstance(layer.weight, nn.Parameter)
+        result = layer(sandbox.substitute_of(torch.ones(5, 7, device=device))).sum()
+        result.backward()
+        assert result.isfinite()
+        assert layer.weight.grad is not None
+    assert layer.weight.grad is None
+    assert layer.weight.device.type == device

@@ -15,6 +15,8 @@ from slapo_plan import Estimate, estimate, fake_ranks, measure_step
 from slapo_plan.estimation.process_groups import group_name
 from slapo_training import CollectiveRecord
 
+from .user_models import USER_MODELS
+
 LENGTH = 32
 Totals = Mapping[tuple[str, str, int], int]
 """Number of collectives by kind, axis and bytes."""
@@ -39,6 +41,7 @@ class Layout(NamedTuple):
 FSDP = {"data_parallel": "fsdp"}
 LAYOUTS = {
     "one": Layout(microbatches=2),
+    "one-microbatch": Layout(),
     "fp16": Layout(options={"precision": "fp16"}),
     "tp": Layout(tp=2, options={"clip": 1.0}),
     "ddp": Layout(dp=2, microbatches=2, options={"clip": 1.0}),
@@ -53,6 +56,7 @@ LAYOUTS = {
     "interleaved": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "interleaved"}),
     "zero-bubble": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "zero_bubble"}),
     "zbv": Layout(pp=2, stages=4, microbatches=4, options={"pipeline_schedule": "zbv"}),
+    "dualpipev": Layout(pp=2, stages=4, microbatches=6, options={"pipeline_schedule": "dualpipev"}),
     "tp-pp": Layout(pp=2, tp=2, microbatches=4),
     "pp-fsdp": Layout(pp=2, dp=2, microbatches=4, options=FSDP),
     "pp-ddp-interleaved": Layout(pp=2, dp=2, stages=4, microbatches=4, options={"pipeline_schedule": "interleaved"}),
@@ -94,6 +98,8 @@ def make(name: str) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
+    if name in USER_MODELS:
+        return USER_MODELS[name].make()
     plain = {"vocab_size": 256, "use_cache": False}
     size = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -133,7 +139,9 @@ def make(name: str) -> nn.Module:
     return llama
 
 
-def batch_of(name: str, rows: int) -> dict[str, torch.Tensor]:
+def batch_of(name: str, rows: int) -> dict[str, Any]:
+    if name in USER_MODELS:
+        return USER_MODELS[name].batch(rows)
     numbers = torch.Generator().manual_seed(1)
     if name == "perceptron":
         return {"x": torch.randn(rows, 64, generator=numbers)}
@@ -173,7 +181,8 @@ def measure(rank: int, cases: Sequence[tuple[str, str]]) -> list[tuple[int, int,
 def _measured(name: str, layout: Layout) -> tuple[int, int, Totals]:
     sizes = (layout.pp, layout.dp, layout.tp)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")) if layout.ranks > 1 else None
-    engine = slapo.build(schedule(name, layout, mesh, "cpu"), target="torch", check=False, **options_of(layout))
+    sch = schedule(name, layout, mesh, "cpu")  # held while the engine runs, as in scripts of users
+    engine = slapo.build(sch, target="torch", check=False, **options_of(layout))
     batch = batch_of(name, 2 * layout.microbatches)
     for _ in range(2):
         engine.train_batch(**batch)

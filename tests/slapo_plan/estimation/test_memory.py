@@ -9,6 +9,7 @@ import pytest
 from slapo_testing import run_distributed
 
 from .layouts import LAYOUTS, estimated, measure, totals
+from .user_models import USER_MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 
@@ -22,7 +23,8 @@ SLOW = [
     *((model, name) for model in ("bert", "vit") for name in ("tp", "ddp", "checkpoints")),
     *((model, name) for model in ("conv", "mixtral") for name in ("ddp", "fsdp")),
     ("bert", "fsdp"),
-    ("perceptron", "ddp"),
+    *(("perceptron", name) for name in ("ddp", "fsdp")),
+    ("llama", "dualpipev"),
     *(("lora", name) for name in ("ddp", "fsdp", "zero-bubble", "ddp-fp16")),
 ]
 
@@ -57,6 +59,29 @@ def test_models_on_two_ranks(model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "conv", "mixtral"])
 def test_one_rank(model: str) -> None:
     check([(model, "one"), (model, "fp16")], 1)
+
+
+def test_models_of_users() -> None:
+    check([(name, "one") for name in ("nano", "deep", "experts", "cached")], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_models_of_users_on_one_rank(name: str) -> None:
+    check([(name, layout) for layout in ("one", "one-microbatch")], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_models_of_users_on_two_ranks(name: str) -> None:
+    check([(name, layout) for layout in ("ddp", "fsdp")], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_pipelines_of_models_of_users() -> None:
+    check([(name, "1f1b") for name in ("nano", "lstm", "gru", "frozen", "images")], 2)
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ from slapo_plan import estimate, fake_ranks
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, device: str = "cpu") -> None:
         super().__init__()
-        self.first, self.drop, self.last = nn.Linear(width, width), nn.Dropout(0.5), nn.Linear(width, width)
+        self.first, self.last = (nn.Linear(width, width, device=device) for _ in range(2))
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.drop(torch.relu(self.first(x)))).mean()
@@ -38,6 +39,7 @@ BATCH = {"x": torch.ones(4, 32)}
         (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), 1.0),
         (torch.optim.AdamW, 2.0),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3.0),
+        (torch.optim.Adagrad, 1.0),  # makes its state before its first step
         (torch.optim.Adafactor, 0.1),  # reads norms of parameters
     ],
 )
@@ -81,12 +83,66 @@ def test_a_refused_option_is_a_problem_of_the_estimate() -> None:
         ),
         (Net(), torch.ones(4, 32), "the batch is a Tensor; give the arguments of the forward by name"),
         (Net(), {"x": torch.ones(4, 33)}, "does not run on this batch with fake tensors"),
-        (ReadsAValue(), BATCH, r"reads a value that it computed, as x.item\(\) does, .*; leave that out"),
+        (
+            ReadsAValue(8192, device="meta"),  # too large to run on real tensors
+            {"x": torch.ones(4, 8192)},
+            r"reads a value that it computed, as x.item\(\) .*; leave that out",
+        ),
     ],
 )
 def test_a_batch_or_model_that_does_not_run_is_one_sentence(model: nn.Module, batch: Any, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         estimate(create_schedule(model), batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_reads_a_value_runs_on_real_tensors(device: str) -> None:
+    model = ReadsAValue(device=device)
+    found, plain = (estimate(create_schedule(each), BATCH) for each in (model, Net(device=device)))
+    assert found.notes[0].startswith("the model reads values that it computed")
+    assert not plain.notes
+    kinds, others = found.ranks[0].memory.kinds, plain.ranks[0].memory.kinds
+    assert kinds["parameters"] == others["parameters"]
+    assert kinds["gradients"] == others["gradients"] / 2  # of the first layer alone
+    assert all(each.grad is None and each.is_meta == (device == "meta") for each in model.parameters())
+
+
+def test_a_batch_on_meta_counts_as_one_with_numbers() -> None:
+    real, meta = (estimate(create_schedule(Net()), {"x": torch.ones(4, 32, device=each)}) for each in ("cpu", "meta"))
+    assert meta.ranks == real.ranks
+
+
+def test_an_optimizer_that_fails_is_one_sentence() -> None:
+    with pytest.raises(ScheduleError, match="the optimizer fails on these parameters: .*closure.*; give an optimizer"):
+        estimate(create_schedule(Net()), BATCH, optimizer=torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(("make", "is_noted"), [(torch.optim.AdamW, False), (torch.optim.Muon, True)])
+def test_optimizers_of_whole_tensors_are_noted_where_ranks_hold_parts(make: Any, is_noted: bool) -> None:
+    model = nn.Linear(32, 32, bias=False)
+    options = {"optimizer": make, "loss_fn": lambda outputs, labels: outputs.mean()}
+    batch = {"input": torch.ones(4, 32), "labels": torch.ones(4)}
+    with fake_ranks(dp=2) as mesh:
+        found = estimate(create_schedule(model, mesh=mesh), batch, data_parallel="fsdp", **options)
+    assert [note.startswith("the optimizer updates whole tensors") for note in found.notes] == [True] * is_noted
+
+
+def test_large_models_that_index_by_masks_of_the_batch_run_without_numbers() -> None:
+    class Masked(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x)[x[:, 0] > 0]).mean()
+
+    found = estimate(create_schedule(Masked(8192, device="meta")), {"x": torch.ones(4, 8192)})
+    assert not found.notes
+    assert found.ranks[0].memory.kinds["gradients"] == 2 * 4 * 8192 * 8193
+
+
+def test_tensors_in_lists_and_example_inputs_are_counted() -> None:
+    one, two = (
+        estimate(create_schedule(Net(), example_inputs=example), BATCH).ranks[0].memory.kinds["batch"]
+        for example in (None, [torch.ones(8, 32)])
+    )
+    assert two - one == 8 * 32 * 4
 
 
 def test_unknown_targets_are_named() -> None:

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
 from slapo_training import StepFacts, StepModel
@@ -20,6 +21,7 @@ from ..measurement.stage_record import StageRecord
 from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord
 from .engine_rank_memory import engine_rank_memory
+from .optimizer_parts import WHOLE_TENSORS, updates_parts
 from .process_groups import MeshGroups
 from .rank_memory import RankPlaces, rank_memory
 from .rank_work import model_flops, rank_collectives, rank_flops
@@ -44,7 +46,8 @@ def estimate(
 
     Args:
         sch: Any handle of the schedule.
-        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``.
+        batch: Arguments of the forward for one data-parallel rank, by name, as for ``engine.train_batch``; tensors on
+            meta count as zeros.
         target: Name of an installed dialect.
         hardware: Name or path of a hardware file, or a ``Hardware``, for seconds; None for none.
         **options: Options of ``build``, e.g. ``microbatches`` and ``precision``. ``optimizer`` is ``torch.optim.AdamW`` by
@@ -63,6 +66,7 @@ def estimate(
     if not isinstance(batch, Mapping):
         what = f"the batch is a {type(batch).__name__}; give the arguments of the forward by name, {{name: tensor}}"
         raise ScheduleError(what, primitive="estimate")
+    batch = tree_map_only(torch.Tensor, _with_values, dict(batch))
     settings = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
     layout = {axis: _axis_size(sch, axis) for axis in ("pp", "dp", "tp")}
     about: dict[str, Any] = {"model": sch._root.model, "target": target, "layout": layout, "settings": settings}
@@ -79,7 +83,7 @@ def estimate(
         planned = runner.plan(program, parts[0])
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
     rules = model.memory_rules(program, options)
-    nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
+    nbytes = _input_bytes(batch, sch.example_inputs)
     cluster = hardware if hardware is None or isinstance(hardware, Hardware) else Hardware.load(hardware)
     traffic = StepTraffic(MeshGroups(program.mesh), cluster)
     ranks, collectives = [], []
@@ -96,13 +100,17 @@ def estimate(
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += traffic.add(rank, rank_collectives(own, order[rank], others[rank]))
+    notes = [*dict.fromkeys([*(note for each in records for note in each.notes), *traffic.notes()])]
+    has_parts = layout["tp"] > 1 or (layout["dp"] > 1 and options.get("data_parallel") == "fsdp")
+    if has_parts and optimizer is not None and not updates_parts(optimizer):
+        notes.append(WHOLE_TENSORS)
     found = Estimate(
         **about,
         ranks=ranks,
         collectives=collectives,
         links=traffic.links(),
         traffic=traffic.matrix(),
-        notes=traffic.notes(),
+        notes=notes,
         model_flops=model_flops(program, records, order),
     )
     if cluster is None:
@@ -121,6 +129,17 @@ def step_model(sch: Schedule, target: str) -> type[StepModel]:
     if found is None:
         raise ScheduleError(f"target {target!r} gives no facts about its steps; estimate for 'torch'", primitive="estimate")
     return found  # type: ignore[no-any-return]
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros in place of a tensor on meta; labels are counted by their values."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+
+def _input_bytes(batch: Mapping[str, Any], example_inputs: Any) -> int:
+    """Return the bytes of a batch and of the example inputs, which live as long as the schedule."""
+    leaves = tree_leaves([dict(batch), example_inputs])
+    return storage_bytes(each for each in leaves if isinstance(each, torch.Tensor))
 
 
 def _axis_size(sch: Schedule, axis: str) -> int:
@@ -144,4 +163,6 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
         for stage in sorted(set(tie.stages) & records.keys())[:-1]:  # the backward reaches the last one first
             held = sum(each.nbytes for each in program.stages[stage].module.parameters())
             repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
-    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records))
+    own = [each for stage in records for each in program.stages[stage].module.buffers()]
+    others = storage_bytes([*own, *program.module.buffers()]) - storage_bytes(own)
+    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records), others)

@@ -18,10 +18,12 @@ class RankPlaces(NamedTuple):
     Args:
         repeated: Bytes of parameters of a stage that another stage of the rank holds, too; given for one of the two.
         passes_on: Stages whose outputs go to a stage of the same rank.
+        other_buffers: Bytes of buffers of stages of other ranks, which this rank holds, too.
     """
 
     repeated: Mapping[int, int] = {}
     passes_on: frozenset[int] = frozenset()
+    other_buffers: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class RankMemory:
     """Memory of a rank at the peak of a step, in bytes.
 
     Args:
-        kinds: Bytes by kind: ``parameters``, ``buffers``, ``gradients``, ``buckets`` of gradients, ``optimizer``, ``batch``,
-            ``gathered`` parameters, ``messages`` (receive buffers and tensors on their way), ``activations`` (saved for
-            backwards) and ``working`` (within one action).
+        kinds: Bytes by kind: ``parameters``, ``buffers`` (with what modules keep from forwards), ``gradients``, ``buckets`` of
+            gradients, ``optimizer``, ``batch`` (with the schedule's example inputs), ``gathered`` parameters, ``messages``
+            (receive buffers and tensors on their way), ``activations`` (saved for backwards) and ``working`` (within one
+            action).
         when: Action of the peak, e.g. ``"backward of micro-batch 3, stage 0"``.
         held: Bytes between steps.
     """
@@ -61,7 +64,7 @@ def rank_memory(
         order: Its actions.
         rules: Memory of the engine beside the model.
         microbatches: Number of micro-batches.
-        batch: Bytes of the rank's batch.
+        batch: Bytes of the rank's batch, and of the schedule's example inputs.
         places: Tensors that its stages share.
     """
     stages = records.values()
@@ -70,13 +73,13 @@ def rank_memory(
     step = _Step(
         {
             "parameters": round(once * sum(each.parameters for each in stages)),
-            "buffers": sum(each.buffers for each in stages),
+            "buffers": places.other_buffers + sum(each.buffers + each.kept for each in stages),
             "gradients": 0,
             "buckets": gradients if rules.buckets else 0,
             "optimizer": round(once * sum(each.optimizer.change for each in stages)),
             "batch": batch,
             "gathered": 0,
-            "messages": sum(each.received + each.sent for each in stages) * microbatches * rules.receive_buffers,
+            "messages": sum(each.received + each.awaited for each in stages) * microbatches * rules.receive_buffers,
             "activations": 0,
         }
     )
@@ -138,7 +141,8 @@ class _Step:
             allocates = is_first and not keeps_gradients
             done = _pass(record, kind, allocates)
             repeated = places.repeated.get(index, 0) if allocates and begun else 0
-            self.peak(done.peak - repeated, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
+            # a tied gradient is computed before it is added to the one that exists
+            self.peak(done.peak, f"{_NAMES[kind]} of micro-batch {microbatch}{stage}")
             grown = record.gradient_growth if allocates else 0
             self.now["gradients"] += grown - repeated
             self.now["activations"] += done.change - grown
@@ -155,10 +159,12 @@ class _Step:
         A sent output is an activation until its backward. Stages of one rank pass a tensor on, which then takes the place of a
         receive buffer.
         """
-        sent = record.sent if index not in places.passes_on else 0
         sent_back = record.sent_back if index - 1 not in places.passes_on else 0
-        if index in places.passes_on and kind in "FBW":
-            return record.sent * (-1 if kind == "F" else 1)
+        passed = record.sent if index in places.passes_on else 0
+        sent = record.sent - passed
+        if passed:  # its buffer is the output itself from the forward on
+            kept = {"F": 0, "I": sent_back, "W": 0, "B": sent_back}[kind] if rules.keeps_sent else 0
+            return kept + {"F": -passed, "I": 0, "W": passed, "B": passed}[kind]
         if rules.keeps_sent:
             return {"F": 0, "I": sent_back, "W": sent, "B": sent + sent_back}[kind]
         if kind != "B":

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from slapo_core import Program, SlapoError, Stage
+from slapo_core import Program, SlapoError, Stage, get_logger
 from slapo_training import StageRunner
 
 from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.graph_signature import graph_signature
+from ..measurement.model_errors import NEEDS_VALUES
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
+from ..recording.storage_tracker import storage_bytes
+
+_MOST_BYTES_WITH_VALUES = 2**28
+"""Largest parameters of a stage that runs on real tensors."""
+
+_VALUES = (
+    "the model reads values that it computed, e.g. to send rows to experts, or writes them into tensors that it made without "
+    "them; it ran on real tensors, with random numbers in place of weights on meta, and may take other memory with other values"
+)
+_LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
@@ -45,30 +58,34 @@ def stage_records(
     """
     engine = runner.memory(optimizer)
 
-    def record(index: int) -> StageRecord:
+    def record(index: int, note: str = "") -> StageRecord:
+        """Run a stage; with a note on real tensors."""
+
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
+        stage = program.stages[index]
         if engine is not None:
-            return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
+            return run_engine_stage(stage, part, forward, engine, microbatches)
+        can_run_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
+        if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
+            note = note or _LSTM
 
         def run(most_values: int | None, trims: bool) -> StageRecord:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, most_values, trims)
+            found = run_stage(stage, part, forward, optimizer, held, index in split, most_values, trims, with_values=bool(note))
+            return replace(found, notes=(note,) if note else ())
 
         try:
-            for attempt in _ATTEMPTS:
-                try:
-                    return run(*attempt)
-                except SlapoError:
-                    raise
-                except Exception:  # e.g. the code takes the output of a block by its number
-                    if attempt == _ATTEMPTS[-1]:
-                        raise
+            return _first_that_runs(run)
+        except NEEDS_VALUES:
+            if note or not can_run_on_values:
+                raise
+            return record(index, _VALUES)
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise
-        return record(index)
+        return record(index, note)
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for stage in program.stages:
@@ -77,6 +94,17 @@ def stage_records(
     for equal in groups.values():
         found |= _records_of_equal(equal, record)
     return [found[stage.index] for stage in program.stages]
+
+
+def _first_that_runs(run: Callable[[int | None, bool], StageRecord]) -> StageRecord:
+    for attempt in _ATTEMPTS[:-1]:
+        try:
+            return run(*attempt)
+        except SlapoError:
+            raise
+        except Exception as err:  # e.g. the code takes the output of a block by its number
+            get_logger().debug("a stage runs again with all its blocks and masks: %s", err)
+    return run(*_ATTEMPTS[-1])
 
 
 def _records_of_equal(equal: list[int], record: Callable[[int], StageRecord]) -> dict[int, StageRecord]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of a fake tensor whose values are read: by ``item()``, or by an operator whose result has a shape that they decide."""
 
 
 def fake_store() -> Any:

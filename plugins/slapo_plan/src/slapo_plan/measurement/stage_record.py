@@ -16,7 +16,7 @@ class StageRecord:
 
     Args:
         begin: The start of a step, which gathers parameters that stay gathered.
-        forward: The forward, until its outputs are there.
+        forward: A forward that is not the first of all, until its outputs are there.
         first_backward: The backward that allocates the gradients of parameters, without the gradients that it sends.
         next_backward: A backward that adds to them, alike.
         inputs_backward: The first part of a split backward, for gradients of received tensors; None if none is split.
@@ -37,6 +37,9 @@ class StageRecord:
         step: With these: a step of the optimizer, whose state exists; ``optimizer`` and ``gradients`` are then empty.
         held: Bytes of these tensors between steps, by kind.
         freed: Bytes of them that are freed as a step begins.
+        kept: Bytes that the first forward of all leaves in the model, e.g. in a cache.
+        awaited: Bytes of the gradients of its outputs; less than ``sent`` if some need none.
+        notes: What the run leaves open, one sentence each.
     """
 
     begin: PassRecord
@@ -61,6 +64,9 @@ class StageRecord:
     step: PassRecord | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     freed: int = 0
+    kept: int = 0
+    awaited: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def gradient_growth(self) -> int:

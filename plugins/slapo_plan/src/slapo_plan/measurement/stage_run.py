@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core import Boundary, Stage
+from slapo_core import Boundary, ScheduleError, Stage, failure_reason
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
 
@@ -38,6 +38,7 @@ def run_stage(
     splits: bool = False,
     most_values: int | None = None,
     trims: bool = True,
+    with_values: bool = False,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -52,13 +53,15 @@ def run_stage(
         splits: True to run two more micro-batches whose backwards are split in two.
         most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
         trims: False to run all blocks, for a model that does not run without some.
+        with_values: True to run on real copies of the weights, random ones in place of those on meta.
     """
     held = parameters or StageParameters()
     is_trimmed = trims and held.units_ahead is not None
     runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
     sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
-        sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True, most_values=most_values)
+        fake = not with_values
+        sandbox = Sandbox(stage.module, part, fake=fake, keeps_values=fake, most_values=most_values, copies=with_values)
         with sandbox.open(grad=True), warnings.catch_warnings():
             # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
@@ -70,11 +73,28 @@ def run_stage(
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
-    """Return the record of an optimizer's first step on parameters with gradients."""
+    """Return the record of an optimizer's step on parameters with gradients.
+
+    ``change`` is the state that the first step leaves. ``peak`` is beyond it what a later step allocates.
+
+    Raises:
+        ScheduleError: the optimizer cannot be made, or its step fails.
+    """
+    made: list[torch.optim.Optimizer] = []  # its state lives until the record is complete
+
+    def run() -> None:
+        made.append(optimizer(parameters))
+        made[0].step()
+
     recorder.answers = True
     try:
         with recorder:
-            return SegmentMarks(recorder, {}).measure(optimizer(parameters).step).whole()
+            marks = SegmentMarks(recorder, {})
+            first, later = marks.measure(run).whole(), marks.measure(lambda: made[0].step()).whole()
+            return PassRecord(first.change + later.peak, first.change, later.work)
+    except Exception as err:  # optimizers may raise anything
+        what = f"the optimizer fails on these parameters: {failure_reason(err)}; give an optimizer that trains them"
+        raise ScheduleError(what, primitive="estimate") from err
     finally:
         recorder.answers = False
 
@@ -110,7 +130,7 @@ class _StageRun:
         self.held_of = [[held[each] for each in held if each in some] for some in ids]
         self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
         self.marks = SegmentMarks(self.recorder, blocks)
-        self.received = self.sent = self.sent_back = 0
+        self.received = self.sent = self.sent_back = self.awaited = 0
 
     def record(
         self, optimizer: OptimizerFactory | None, splits: bool, parameters: tuple[int, int], buffers: int
@@ -118,16 +138,18 @@ class _StageRun:
         with resizes_noted(self.recorder.memory), self.recorder, self.marks:
             begin = self.marks.measure(self.parameters.begin_step).whole()
             with self.arrivals.note_arrivals():
-                forward, first = self._run_microbatch(self._run_backward)
-            following = self._run_microbatch(self._run_backward)[1]
+                first_forward, first = self._run_microbatch(self._run_backward)
+            forward, following = self._run_microbatch(self._run_backward)
             parts = self._run_split() if splits else None
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
         gradients, step = _gradient_bytes(trained), self._step(optimizer, trained)
+        more = [step]
         for repeated, held in zip(self.repeated, self.held_of, strict=True):
             own = [each for each in held if each.grad is not None]
             gradients += repeated.times * _gradient_bytes(own)
-            step = PassRecord.join([step, *[self._step(optimizer, own)] * repeated.times])
+            more += [self._step_of_block(optimizer, trained, own, step)] * repeated.times
+        step = PassRecord(sum(each.peak for each in more), sum(each.change for each in more), PassRecord.join(more).work)
         return StageRecord(
             begin=begin,
             forward=forward,
@@ -147,6 +169,8 @@ class _StageRun:
             numbers=parameters[1],
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
+            awaited=self.awaited,
+            kept=max(0, first_forward.change - forward.change),
         )
 
     def _run_split(self) -> tuple[PassRecord, PassRecord, PassRecord] | None:
@@ -166,7 +190,7 @@ class _StageRun:
         made: list[Any] = []
         with ExitStack() as context:
             context.enter_context(self.parameters.microbatch())
-            forward = self._measure(lambda: made.append(self.forward(received, self.part)))
+            forward = self._measure(lambda: made.append(self.forward(received, self.part)), is_backward=False)
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             made.clear()
             passes = run_backward(outputs, received)
@@ -177,6 +201,7 @@ class _StageRun:
         if len(outputs) == 1 and outputs[0].dim() == 0:  # the loss has no gradient that another stage sends
             return None
         self.sent = storage_bytes(outputs)
+        self.awaited = storage_bytes(each for each in outputs if each.requires_grad)
         return [torch.empty_like(each) for each in outputs if each.requires_grad]
 
     def _run_backward(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PassRecord]:
@@ -211,12 +236,23 @@ class _StageRun:
             return PassRecord()
         return step_record(self.recorder, optimizer, parameters)
 
+    def _step_of_block(
+        self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter], own: list[nn.Parameter], step: PassRecord
+    ) -> PassRecord:
+        """Return what parameters like those of a block add to the record of a step of others."""
+        copies = [nn.Parameter(torch.empty_like(each)) for each in own]
+        for each, copied in zip(own, copies, strict=True):
+            copied.grad = torch.empty_like(each) if each.grad is None else torch.empty_like(each.grad)
+        self.recorder.memory.add([copies, [each.grad for each in copies]])
+        both, alone = self._step(optimizer, [*parameters, *copies]), self._step(optimizer, own)
+        return PassRecord(both.peak - step.peak, both.change - step.change, alone.work)
+
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
-        return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
+        return self.sandbox.substitute_of(tensor).requires_grad_(boundary.requires_grad)
 
-    def _measure(self, run: Callable[[], Any]) -> PassRecord:
-        segments: Segments = self.marks.measure(run)
+    def _measure(self, run: Callable[[], Any], is_backward: bool = True) -> PassRecord:
+        segments: Segments = self.marks.measure(run, is_backward)
         return segments.whole(self.repeated)
 
 

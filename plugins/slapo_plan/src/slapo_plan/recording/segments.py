@@ -117,7 +117,8 @@ class Segments:
 class SegmentMarks:
     """Cuts passes where a block begins and ends; used as a context of the run.
 
-    In the backward a block begins when the gradient of its output is there, and ends when that of its input is.
+    In the backward a block begins when the gradient of its output is there, and ends when that of its input is. A block whose
+    forward kept no graph begins when it is recomputed, and ends when the next block begins, since its values are freed late.
 
     Args:
         recorder: Records the run.
@@ -130,6 +131,7 @@ class SegmentMarks:
         self._segments = Segments()
         self._name = ""
         self._start = 0
+        self._is_backward = self._is_recomputed = False
 
     def __enter__(self) -> SegmentMarks:
         for path, block in self._blocks.items():
@@ -142,9 +144,9 @@ class SegmentMarks:
     def __exit__(self, *_: object) -> None:
         self._handles.close()
 
-    def measure(self, run: Callable[[], Any]) -> Segments:
+    def measure(self, run: Callable[[], Any], is_backward: bool = False) -> Segments:
         """Run a pass and return its segments."""
-        self._segments = Segments()
+        self._segments, self._is_backward = Segments(), is_backward
         self._begin("")
         self._recorder.take_work()
         run()
@@ -152,7 +154,7 @@ class SegmentMarks:
         return self._segments
 
     def _begin(self, name: str) -> None:
-        self._name, self._start = name, self._recorder.memory.live
+        self._name, self._start, self._is_recomputed = name, self._recorder.memory.live, False
         self._recorder.memory.begin_segment(name)
 
     def _cut(self, name: str) -> None:
@@ -165,22 +167,26 @@ class SegmentMarks:
         self._begin(name)
 
     def _enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._cut(path)
+        if self._name != path:
+            self._cut(path)
+            self._is_recomputed = self._is_backward
         first = next(_with_gradient([*args, *kwargs.values()]), None)
         if first is not None:
             first.register_hook(partial(self._end_backward, path))  # type: ignore[no-untyped-call]
 
     def _leave(self, path: str, _: nn.Module, args: Any, result: Any) -> None:
-        self._cut("")
+        if not self._is_backward:  # else the block's backward follows its recomputation
+            self._cut("")
         first = next(_with_gradient(tree_leaves(result)), None)
         if first is not None:
-            first.register_hook(partial(self._begin_backward, path))  # type: ignore[no-untyped-call]
+            first.register_hook(partial(self._begin_block, path))  # type: ignore[no-untyped-call]
 
-    def _begin_backward(self, path: str, _: torch.Tensor) -> None:
-        self._cut(path)
+    def _begin_block(self, path: str, *_: object) -> None:
+        if self._name != path:
+            self._cut(path)
 
     def _end_backward(self, path: str, _: torch.Tensor) -> None:
-        if self._name == path:  # else the block before has begun: its output is this block's input
+        if self._name == path and not self._is_recomputed:  # else the block before has begun: its output is this block's input
             self._cut("")
 
 

@@ -35,8 +35,9 @@ class StorageTracker:
     def add(self, values: Any) -> None:
         """Count the storages of the tensors in nested containers, if they are new."""
         for value in tree_leaves(values):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and has_own_memory(value):
-                self._add_storage(value.untyped_storage())
+            if isinstance(value, torch.Tensor) and has_own_memory(value):
+                for storage in storages_of(value):
+                    self._add_storage(storage)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count the storages of some tensors, nor of their views."""
@@ -81,9 +82,27 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
+}
+"""Methods that return the dense parts of a tensor, by its layout."""
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor: one, or those of the parts of a sparse one."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    return [getattr(tensor, name)().untyped_storage() for name in _PARTS.get(tensor.layout, ())]
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of some tensors, shared ones once."""
-    return sum({storage_key(storage): storage.nbytes() for each in tensors if (storage := each.untyped_storage())}.values())
+    return sum({storage_key(each): each.nbytes() for tensor in tensors for each in storages_of(tensor)}.values())
 
 
 @contextmanager

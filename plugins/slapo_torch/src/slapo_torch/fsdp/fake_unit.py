@@ -1,4 +1,4 @@
-"""FSDP units on fake tensors, for estimates: they allocate and free what ``Unit`` does, and send nothing."""
+"""FSDP units in one process, for estimates: they allocate and free what ``Unit`` does, and send nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from slapo_core import Program
 from slapo_training import StageParameters
 
+from ..gradients._torch_private import FakeTensor
 from .unit import FreedParameter
 from .unit_runtime import UnitRuntime
 from .wrap_policy import assign_parameters, can_shard, unit_paths
@@ -25,12 +26,14 @@ class FakeShardedParameter:
         whole: The gathered parameter; its storage is empty while it is freed.
         freed: Stand-in; in the model while the parameter is not gathered.
         local: Rows of this rank, padded as those of the first replica.
+        values: Copy of a gathered parameter with real values; None for a fake one.
         owners: Tables and names under which the stage holds it.
     """
 
     whole: nn.Parameter
     freed: FreedParameter
     local: nn.Parameter
+    values: torch.Tensor | None = None
     owners: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
 
 
@@ -64,6 +67,8 @@ class FakeUnit:
         for members in self._holders:
             for each in members:
                 _resize(each.whole, self._replicas * each.local.untyped_storage().nbytes())
+                if each.values is not None and not self._is_gathered:
+                    each.whole.data.copy_(each.values)  # the version counter stays, as when FSDP2 gathers
             if self._gathering:
                 self._gathering.pop(0)
         self._is_gathered = True
@@ -92,8 +97,12 @@ class FakeUnit:
                 each.whole.grad = None
             _free(members)
             scattered = self._buffer(trained)
+            last = gradients.pop()  # FSDP2's loop over gradients holds it until the reduction ends
             gradients.clear()
             reduced = scattered.new_empty(scattered.numel() // self._replicas)
+            if scattered.device.type == "cpu":
+                torch.empty_like(scattered)  # gloo reduces a copy of its input
+            del last
             start = 0
             for each in trained:
                 gradient = reduced[start : start + each.local.numel()].view_as(each.local)
@@ -107,8 +116,9 @@ class FakeUnit:
         rows = -(-parameter.shape[0] // self._replicas)
         local = parameter.detach().new_empty((rows, *parameter.shape[1:]))
         freed = FreedParameter.stand_in_of(parameter)
+        values = None if isinstance(parameter, FakeTensor) else parameter.detach().clone()
         _resize(parameter, 0)
-        return FakeShardedParameter(parameter, freed, nn.Parameter(local, parameter.requires_grad))
+        return FakeShardedParameter(parameter, freed, nn.Parameter(local, parameter.requires_grad), values)
 
     def _buffer(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
         return members[0].local.detach().new_empty(sum(each.local.numel() for each in members) * self._replicas)

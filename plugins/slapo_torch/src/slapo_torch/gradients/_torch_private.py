@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._C._distributed_c10d import Store
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 no_functions = torch._C.DisableTorchFunction

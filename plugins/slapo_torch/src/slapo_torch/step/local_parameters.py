@@ -126,13 +126,16 @@ class LocalParameters:
         empty: dict[int, torch.Tensor] = {}
         for tree in trees:
             for module in tree.modules():
-                for name, parameter in module._parameters.items():
+                for name, parameter in [*module._parameters.items()]:
                     if parameter is not None and id(parameter) not in mine and not parameter.is_meta:
                         empty.setdefault(
                             id(parameter),
                             successor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")),
                         )
-                        module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
+                        if type(module).__setattr__ is nn.Module.__setattr__:
+                            module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
+                        else:  # recurrent layers keep their own list of weights
+                            setattr(module, name, empty[id(parameter)])
 
     def clip(self, largest: float) -> torch.Tensor:
         """Scale all gradients so that their norm over the model is at most ``largest``; return the old norm. Collective."""

@@ -3,7 +3,14 @@
 This sub-package may import no other one.
 """
 
-from ._torch_private import has_values, in_function_transform, whole_shape, without_fake_tensor_logs, without_observers
+from ._torch_private import (
+    UnknownValueError,
+    has_values,
+    in_function_transform,
+    whole_shape,
+    without_fake_tensor_logs,
+    without_observers,
+)
 from .codegen import compile_graph
 from .forward_wrapping import forward_wrappers, own_forward, wrap_forward
 from .graph_functions import asks_for_gradients, expect, expect_outputs, rebuild, set_state
@@ -22,6 +29,7 @@ __all__ = [
     "SHAPES",
     "SIZE",
     "Snapshot",
+    "UnknownValueError",
     "as_layer",
     "asks_for_gradients",
     "autocast_state",

@@ -22,6 +22,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
+from .known_masks import with_positions
+
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees calls."""
 recorded: Callable[[], Any] = _EnableTorchFunction
@@ -44,6 +46,10 @@ _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.l
 
 MODES = {"is_grad_enabled": torch.is_grad_enabled, "is_inference_mode_enabled": torch.is_inference_mode_enabled}
 """Queries of modes, which no torch function mode sees."""
+
+
+class UnknownValueError(RuntimeError):
+    """Values that are unknown while tracing are written into a tensor of known values."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -93,7 +99,9 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             large = self._large_result(func, types, args, kwargs or {})
             return func(*args, **(kwargs or {})) if large is None else large
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
-            raise RuntimeError(f"{func} puts values that are unknown while tracing into a tensor of known values")
+            raise UnknownValueError(f"{func} puts values that are unknown while tracing into a tensor of known values")
+        if self.keeps_values:
+            func, args = with_positions(func, args, has_values)
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone

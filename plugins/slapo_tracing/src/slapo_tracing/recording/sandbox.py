@@ -33,6 +33,8 @@ class Sandbox:
         keeps_values: With ``fake``: the inputs are real, and so is everything computed from them alone.
         most_values: Number of elements from which that is fake; None for any number.
         answers: True to answer queries for values that are computed from the inputs alone, in the whole forward.
+        copies: Without ``fake``: parameters are copies, too, so that gradients do not reach the model's own. Weights on the
+            meta device get small random numbers.
     """
 
     open_count: ClassVar[int] = 0
@@ -47,8 +49,9 @@ class Sandbox:
         keeps_values: bool = False,
         most_values: int | None = None,
         answers: bool = False,
+        copies: bool = False,
     ) -> None:
-        self.root, self.fake, self.answers = root, fake, answers
+        self.root, self.fake, self.answers, self.copies = root, fake, answers, copies
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
         self.mode.keeps_values, self.mode.most_values = keeps_values, most_values
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
@@ -68,6 +71,12 @@ class Sandbox:
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like this one, without autograd history."""
         return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
+
+    def substitute_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor like this one, or one with its values or random ones; without autograd history."""
+        if self.fake:
+            return self.fake_of(tensor)
+        return _random_like(tensor, self.device) if tensor.is_meta else tensor.detach().clone()
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a substitute for an input, so that a change in place does not affect the caller's tensor."""
@@ -133,11 +142,21 @@ class Sandbox:
         if self.fake:
             device = self.device if self._is_empty else None  # buffers of a meta model go to the same device as its weights
             new = private.as_parameter(private.fake_like(self.mode, tensor, device), tensor)
+        elif self.copies:
+            new = private.as_parameter(self.substitute_of(tensor).requires_grad_(tensor.requires_grad), tensor)
         else:
             new = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         self._substitutes[id(tensor)] = new
         self.originals[id(new)], self._versions[id(new)] = tensor, private.version(new)
         return new
+
+
+def _random_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like one on the meta device: random matrices that keep the size of values, and ones elsewhere."""
+    found = torch.ones_like(tensor, device=device, requires_grad=False)
+    if tensor.dim() > 1 and (tensor.is_floating_point() or tensor.is_complex()):
+        found.normal_(std=tensor.shape[-1] ** -0.5)
+    return found
 
 
 def _cache_restorer(modules: list[nn.Module]) -> Callable[[], None]:

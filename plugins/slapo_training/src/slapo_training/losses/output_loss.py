@@ -12,6 +12,7 @@ from slapo_core import BuildError, rng_state, set_rng_state
 
 from ..batches.nested_tensors import Path, fields_of, tensors_of
 from ..distributed._torch_private import leaves_of
+from ._torch_private import memory_place
 
 LossChoice = str | int | Callable[[Any], torch.Tensor]
 """Selection of the loss in a model's output: key, field, position, or a function of the output."""
@@ -155,9 +156,9 @@ def _scalar_tensors(output: Any) -> dict[Path, torch.Tensor]:
 
 def _distinct(numbers: dict[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
     """Return the numbers without dimensions, if any, since others may be results of a single row; one per memory."""
-    found: dict[int, tuple[Path, torch.Tensor]] = {}
+    found: dict[tuple[int, int], tuple[Path, torch.Tensor]] = {}
     for path, each in ({path: each for path, each in numbers.items() if not each.dim()} or numbers).items():
-        found.setdefault(each.data_ptr(), (path, each))  # an engine may replace a tensor by several views
+        found.setdefault(memory_place(each), (path, each))  # an engine may replace a tensor by several views
     return dict(found.values())
 
 

@@ -18,6 +18,7 @@ from slapo_core import BuildError
 from slapo_tracing.nodes import in_function_transform
 
 from ..distributed._torch_private import nll_mean_of, nll_means_in_graph
+from ._torch_private import memory_place
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = (
@@ -149,7 +150,9 @@ class ReductionTracker(TorchFunctionMode):
         """Return the record of a tensor on the same memory; an ``autograd.Function`` may return its input."""
         for found in self._tracked.values():
             tensor = found.tensor
-            if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
+            if tensor.numel() != 1 or value.numel() != 1 or tensor.dtype is not value.dtype:
+                continue
+            if memory_place(tensor) == memory_place(value):
                 return found if found.version == tensor._version == value._version else None
         return None
 
