@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
+from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory, StepGroups
 from slapo_training.batches import Batch
 
 from .configuration.options import DeepSpeedOptions
 from .estimation.gathered_memory import GatheredMemory
 from .estimation.partitioned_memory import PartitionedMemory
 from .estimation.replicated_memory import ReplicatedMemory
-from .estimation.zero_settings import ZeroSettings
+from .estimation.zero_settings import ZeroRanks, ZeroSettings
 from .pipeline import pack
 
 
@@ -42,9 +42,10 @@ class DeepSpeedStageRunner(EngineStageRunner):
     def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
         if optimizer is None or not self.options.trains:
             return None
-        settings, replicas = self._settings, self.program.axis_size("dp")
+        groups, shards = StepGroups(self.program), ("pp", "tp") if self._is_pipeline else ("tp",)
+        settings, ranks = self._settings, ZeroRanks(groups.ranks("dp"), groups.ranks(*shards))
         if settings.stage == 0:
-            return lambda module: ReplicatedMemory(module, optimizer)
+            return lambda module: ReplicatedMemory(module, optimizer, ranks)
         if settings.stage < 3:
-            return lambda module: PartitionedMemory(module, optimizer, settings, replicas, self._is_pipeline)
-        return lambda module: GatheredMemory(module, optimizer, settings, replicas)
+            return lambda module: PartitionedMemory(module, optimizer, settings, ranks, self._is_pipeline)
+        return lambda module: GatheredMemory(module, optimizer, settings, ranks)

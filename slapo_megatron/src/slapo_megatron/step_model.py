@@ -10,17 +10,20 @@ import torch
 
 from slapo_core import BuildError, Program
 from slapo_training import (
+    CollectiveRecord,
     MemoryRules,
     MessageMode,
     OptimizerFactory,
     PipelineAction,
     StageRunner,
+    StepFacts,
     StepModel,
     one_forward_one_backward,
 )
 
 from .configuration.options import MegatronOptions
 from .stage_runner import MegatronStageRunner
+from .step_collectives import StepCollectives
 
 
 class MegatronStepModel(StepModel):
@@ -58,6 +61,10 @@ class MegatronStepModel(StepModel):
         if section.get("optimizer") == "sgd":
             return partial(torch.optim.SGD, lr=section.get("lr", 0.0), momentum=section.get("sgd_momentum", 0.9))
         return partial(torch.optim.AdamW, lr=section.get("lr", 0.0))
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
+        return [*StepCollectives(program, MegatronOptions.of(config), rank, facts).records()]
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:

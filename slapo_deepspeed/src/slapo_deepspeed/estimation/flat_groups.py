@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -54,10 +54,13 @@ class FlatGroup:
         """Return True if this replica steps elements of a parameter."""
         return id(parameter) in self._own
 
-    def destinations(self, parameter: nn.Parameter) -> range:
-        """Return the replicas that step elements of a parameter."""
+    def parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
+        """Yield the replicas that step elements of a parameter, each with the number of these elements."""
         start = self._starts[next(index for index, each in enumerate(self.parameters) if each is parameter)]
-        return range(start // self._step, (start + parameter.numel() - 1) // self._step + 1)
+        stop = start + parameter.numel()
+        for replica in range(start // self._step, (stop - 1) // self._step + 1):
+            low = replica * self._step
+            yield replica, min(stop, low + self._step) - max(start, low)
 
     def own_range(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parts of the own parameters' gradients that lie in the range, padded to its size."""
@@ -88,3 +91,15 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors of an optimizer's state."""
     found: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
     return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def bucket_sizes(sizes: Iterable[int], limit: int) -> Iterator[int]:
+    """Yield the sums of consecutive sizes, each ended by the size with which it exceeds a limit."""
+    total = 0
+    for size in sizes:
+        total += size
+        if total > limit:
+            yield total
+            total = 0
+    if total:
+        yield total

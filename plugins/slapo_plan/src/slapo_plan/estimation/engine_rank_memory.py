@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slapo_training import MemoryRules, PipelineAction
 
 from ..measurement.stage_record import StageRecord
-from ..recording.segments import PassRecord
 from .rank_memory import RankMemory
 
 
@@ -49,7 +47,6 @@ class _EngineStep:
     def __init__(self, held: dict[str, int], rules: MemoryRules, microbatches: int) -> None:
         self.now, self._rules, self._microbatches = dict(held), rules, microbatches
         self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
-        self._backwards: Counter[int] = Counter()
         self._sent_back = 0
 
     def peak(self, working: int, when: str) -> None:
@@ -59,23 +56,17 @@ class _EngineStep:
 
     def run(self, action: PipelineAction, record: StageRecord, name: str) -> None:
         received = record.received * self._rules.holds_received
+        forward, backward = (record.pass_of(kind, action.microbatch, self._microbatches) for kind in "FB")
         if action.kind == "F":
             self.now["messages"] += received
-            self.peak(record.forward.peak, f"forward of {name}")
-            self.now["activations"] += record.forward.change
+            self.peak(forward.peak, f"forward of {name}")
+            self.now["activations"] += forward.change
             return
-        backward = self._backward(action.stage, record)
         has_messages = self._rules.holds_received and not self._rules.fixed_buffers
         self.peak(backward.peak + record.sent * has_messages, f"backward of {name}")
-        self.now["gradients"] += backward.change + record.forward.change
-        self.now["activations"] -= record.forward.change
+        self.now["gradients"] += backward.change + forward.change
+        self.now["activations"] -= forward.change
         self.now["messages"] -= received
         if has_messages:  # the gradient that was sent last
             self.now["messages"] += record.sent_back - self._sent_back
             self._sent_back = record.sent_back
-
-    def _backward(self, stage: int, record: StageRecord) -> PassRecord:
-        self._backwards[stage] += 1
-        if self._backwards[stage] == self._microbatches and record.last_backward is not None:
-            return record.last_backward
-        return record.first_backward if self._backwards[stage] == 1 else record.next_backward

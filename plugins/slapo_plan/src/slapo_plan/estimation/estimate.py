@@ -92,7 +92,8 @@ def estimate(
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += _collectives(program, rank, own, others[rank], order[rank])
-    found = Estimate(**about, ranks=ranks, collectives=collectives, model_flops=_model_flops(program, records, order))
+    flops, notes = _model_flops(program, records, order), model.notes(program, options)
+    found = Estimate(**about, ranks=ranks, collectives=collectives, model_flops=flops, notes=notes)
     if hardware is None:
         return found
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
@@ -138,14 +139,9 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
 
 def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Any:
     """Iterate over the work of all actions."""
-    for kind, index, _ in order:
-        if kind == "F":
-            yield records[index].forward.work
-        elif kind == "W":
-            yield records[index].next_weights.work
-        else:
-            split = records[index].inputs_backward
-            yield records[index].next_backward.work if kind == "B" or split is None else split.work
+    count = 1 + max((each.microbatch for each in order), default=0)
+    for kind, index, microbatch in order:
+        yield records[index].pass_of(kind, microbatch, count).work
 
 
 def _flops(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> int:
@@ -171,9 +167,10 @@ def _collectives(
     others: Sequence[CollectiveRecord],
     order: Sequence[PipelineAction],
 ) -> list[CollectiveTotal]:
-    """Return the collectives of a rank: those within its stages, and ``others``."""
+    """Return the collectives of a rank: those within its stages and in its optimizer, and ``others``."""
+    steps = [each.step.work for each in records.values() if each.step is not None]
     found: Counter[tuple[str, str, int]] = Counter()
-    for work in (*_passes(records, order), others):
+    for work in (*_passes(records, order), *steps, others):
         for each in work:
             if isinstance(each, CollectiveRecord):
                 found[each.kind, group_name(program.mesh, each.ranks), each.nbytes] += 1

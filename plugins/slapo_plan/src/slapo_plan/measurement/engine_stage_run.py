@@ -62,6 +62,7 @@ class _EngineRun:
         if memory.records_order:
             self._run_microbatch(is_last=False)
             memory.end_recording()
+        memory.collectives.clear()
         passes = [self._run_microbatch(is_last=index + 1 == count) for index in range(count)]
         with self.recorder:
             step = self._measure(memory.step)
@@ -83,7 +84,7 @@ class _EngineRun:
             buffers=storage_bytes(self.stage.module.buffers()),
             gradients=0,
             numbers=sum(each.numel() for each in self.parameters),
-            last_backward=passes[-1][1],
+            microbatches=tuple(passes),
             step=step,
             held=held,
             freed=-begin.change,
@@ -130,4 +131,6 @@ class _EngineRun:
         memory.begin_peak()
         self.recorder.take_work()
         run()
-        return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())
+        collectives = tuple(self.memory.collectives)
+        self.memory.collectives.clear()
+        return PassRecord(memory.peak - before, memory.live - before, (*self.recorder.take_work(), *collectives))
