@@ -45,4 +45,14 @@ def test_memory_in_all_precisions_and_layouts(kind: str) -> None:
 
 @pytest.mark.slow
 def test_memory_of_interleaved_stages() -> None:
-    _check("gpt2", [({"pp": 2, "stages": 4}, {"microbatches": 4})], 0.05)
+    flush = {"config": {"transformer": {"overlap_p2p_comm_warmup_flush": True}}}
+    group = {"config": {"transformer": {"microbatch_group_size_per_vp_stage": 3}}}
+    layout = {"pp": 2, "stages": 4}
+    cases: list[Case] = [
+        (layout, {"microbatches": 4}),
+        (layout, {"microbatches": 4, **_SHARDED}),
+        (layout, {"microbatches": 2}),
+        (layout, {"microbatches": 4, **flush}),
+        (layout, {"microbatches": 6, **group}),
+    ]
+    _check("gpt2", cases, 0.005)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
-    from .stage_memory import CollectiveRecord, StageMemory
+    from .stage_memory import CollectiveRecord, MessageSizes, StageMemory
     from .stage_parameters import GradientSize, StageParameters
     from .step_groups import StepGroups, boundary_bytes
     from .step_model import (
@@ -42,7 +42,7 @@ else:
             "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
-            "stage_memory": ["CollectiveRecord", "StageMemory"],
+            "stage_memory": ["CollectiveRecord", "MessageSizes", "StageMemory"],
             "stage_parameters": ["GradientSize", "StageParameters"],
             "step_groups": ["StepGroups", "boundary_bytes"],
             "step_model": [
@@ -67,6 +67,7 @@ __all__ = [
     "GradientSize",
     "MemoryRules",
     "MessageMode",
+    "MessageSizes",
     "MicroBatches",
     "OptimizerFactory",
     "PipelineAction",

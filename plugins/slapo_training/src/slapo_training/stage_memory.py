@@ -26,6 +26,20 @@ class CollectiveRecord(NamedTuple):
     overlapped: bool = False
 
 
+class MessageSizes(NamedTuple):
+    """Bytes of the messages of one stage.
+
+    Args:
+        received: Bytes that it receives.
+        sent: Bytes of its outputs; 0 in the last stage.
+        sent_back: Bytes of the gradients of what it received.
+    """
+
+    received: int
+    sent: int
+    sent_back: int
+
+
 class StageMemory:
     """Tensors of an engine beside one stage: flat weights, main copies, gradient buffers, optimizer state.
 

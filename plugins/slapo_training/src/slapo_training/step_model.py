@@ -13,7 +13,7 @@ from torch import nn
 from slapo_core import Program, Stage
 
 from .batches import Batch
-from .stage_memory import CollectiveRecord, StageMemory
+from .stage_memory import CollectiveRecord, MessageSizes, StageMemory
 from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
@@ -74,6 +74,8 @@ class MemoryRules(NamedTuple):
         kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
             and the gradient of that.
         flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
+        messages: Computes the bytes of messages that exist during each action of a rank, given its actions and the sizes of its
+            stages' messages; None if the other rules say so.
     """
 
     buckets: bool = False
@@ -83,6 +85,7 @@ class MemoryRules(NamedTuple):
     fixed_buffers: bool = False
     kept_losses: int = 0
     flattens_gradients: bool = False
+    messages: Callable[[Sequence[PipelineAction], Mapping[int, MessageSizes]], Sequence[int]] | None = None
 
 
 class StageRunner(ABC):

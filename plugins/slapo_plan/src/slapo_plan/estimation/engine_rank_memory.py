@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slapo_training import MemoryRules, PipelineAction
+from slapo_training import MemoryRules, MessageSizes, PipelineAction
 
 from ..measurement.stage_record import StageRecord
+from ..recording.segments import PassRecord
 from .rank_memory import RankMemory
 
 
@@ -34,10 +35,16 @@ def engine_rank_memory(
     held = sum(kinds.values())
     step.now["gradients"] -= sum(each.freed for each in stages)
     step.now["messages"] -= kept * (kept_losses > 0)  # the loss of a micro-batch takes the place of an earlier one
-    for action in order:
+    sizes = {index: MessageSizes(each.received, each.sent, each.sent_back) for index, each in records.items()}
+    messages = rules.messages(order, sizes) if rules.messages is not None else [0] * len(order)
+    for action, nbytes in zip(order, messages, strict=True):
         stage = f", stage {action.stage}" if len(records) > 1 else ""
+        if rules.messages is not None:
+            step.now["messages"] = kinds["messages"] + nbytes
         step.run(action, records[action.stage], f"micro-batch {action.microbatch}{stage}")
-    step.peak(max((each.step.peak for each in stages if each.step is not None), default=0), "optimizer step")
+    if rules.messages is not None:
+        step.now["messages"] = kinds["messages"]
+    step.peak(PassRecord.join(each.step for each in stages if each.step is not None).peak, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)
 
 
