@@ -42,6 +42,7 @@ _SLOW: list[Case] = [
     ({"dp": 2}, _zero(1, zero={"use_multi_rank_bucket_allreduce": False})),
     ({"dp": 2}, _zero(2, zero={"reduce_scatter": False}, clip=1.0)),
     ({"dp": 2}, _zero(3, zero={"reduce_scatter": False})),
+    ({"dp": 2}, _zero(2, zero={"reduce_bucket_size": 3_000})),  # buckets smaller than some parameters
     ({"dp": 2, "checkpoints": 1}, _zero(3)),
     ({"tp": 2}, _zero(0, clip=1.0)),
     ({"tp": 2}, _zero(3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,21 @@ class DeepSpeedStageRunner(EngineStageRunner):
         result = self.run_stage(program, stage, copies, part)
         return result if stage + 1 == len(program.stages) else pack(result, program.stages[stage + 1].inputs, stage)
 
-    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+    def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
         if optimizer is None or not self.options.trains:
-            return None
+            return ()
         groups, shards = StepGroups(self.program), ("pp", "tp") if self._is_pipeline else ("tp",)
         settings, ranks = self._settings, ZeroRanks(groups.ranks("dp"), groups.ranks(*shards))
         if settings.stage == 0:
-            return lambda module: ReplicatedMemory(module, optimizer, ranks)
+            return (lambda module: ReplicatedMemory(module, optimizer, ranks),)
         if settings.stage < 3:
-            return lambda module: PartitionedMemory(module, optimizer, settings, ranks, self._is_pipeline)
-        return lambda module: GatheredMemory(module, optimizer, settings, ranks)
+            # the last replica's gradients are the first that a backward finishes; it keeps them from then on
+            last = len(ranks.replicas) - 1
+            replicas = [None, last] if last and (settings.stage == 2 or settings.overlaps) else [None]
+            return [partial(self._partitioned, optimizer, ranks, replica) for replica in replicas]
+        return (lambda module: GatheredMemory(module, optimizer, settings, ranks),)
+
+    def _partitioned(
+        self, optimizer: OptimizerFactory, ranks: ZeroRanks, replica: int | None, module: nn.Module
+    ) -> PartitionedMemory:
+        return PartitionedMemory(module, optimizer, self._settings, ranks, self._is_pipeline, replica)

@@ -35,11 +35,11 @@ class MegatronStageRunner(EngineStageRunner):
         alone = len(program.stages) == program.axis_size("pp")
         return found, found.layouts[stage + 1].size if alone else found.size
 
-    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+    def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
         if optimizer is None or not self.options.trains:
-            return None
+            return ()
         options, replicas = self.options, StepGroups(self.program).ranks("dp")
-        return lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module))
+        return (lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module)),)
 
     def _is_first(self, module: nn.Module) -> bool:
         return len(self.program.stages) == 1 or module is self.program.stages[0].module

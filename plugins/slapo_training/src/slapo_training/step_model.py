@@ -117,15 +117,16 @@ class StageRunner(ABC):
         """Return a context in which the model's tensors have the types that the engine gives them; nothing runs outside."""
         return nullcontext()
 
-    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
-        """Return what makes the engine's own tensors for a stage; None if its optimizer steps parameters and their gradients.
+    def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
+        """Return what makes the engine's own tensors for a stage, for each replica that may need the most memory.
 
-        It gets the module of the stage, with fake tensors, whose parameters it may replace.
+        None are returned if the engine's optimizer steps parameters and their gradients. Each gets the module of the stage,
+        with fake tensors, whose parameters it may replace.
 
         Args:
             optimizer: Makes the optimizer of some parameters.
         """
-        return None
+        return ()
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         """Return the parameters of a stage as the engine holds them over a step."""

@@ -18,12 +18,11 @@ _ALIGNMENT = 2
 class FlatGroup:
     """One group of the optimizer in stages 1 and 2 of ZeRO.
 
-    The replica is the one whose range touches parameters with the most elements, as it needs the most memory.
-
     Args:
         module: The stage, with fake tensors; its parameters become views of the flat tensor.
         parameters: Parameters of the group, in order.
         replicas: Number of data-parallel ranks.
+        replica: The replica; None for the one whose range touches parameters with the most elements.
 
     Attributes:
         parameters: The views, in order.
@@ -32,7 +31,7 @@ class FlatGroup:
         own: Parameters with elements in the range.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], replicas: int) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], replicas: int, replica: int | None) -> None:
         sizes = [each.numel() for each in parameters]
         self._starts = [*accumulate(sizes, initial=0)]
         step = -(-self._starts[-1] // (_ALIGNMENT * replicas)) * _ALIGNMENT
@@ -40,7 +39,8 @@ class FlatGroup:
         views = flatten_parameters(module, self.flat, zip(parameters, self._starts, strict=False))
         self.parameters = [views[id(each)] for each in parameters]
         self._step = step
-        self._replica = max(range(replicas), key=lambda rank: sum(sizes[index] for index in self._touched_parameters(rank)))
+        touched = [sum(sizes[index] for index in self._touched_parameters(rank)) for rank in range(replicas)]
+        self._replica = touched.index(max(touched)) if replica is None else replica
         self.main = nn.Parameter(self.flat.new_empty(step, dtype=torch.float32))
         self.own = [self.parameters[index] for index in self._touched_parameters(self._replica)]
         self._own = {id(each) for each in self.own}

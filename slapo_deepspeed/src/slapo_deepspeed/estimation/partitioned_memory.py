@@ -25,6 +25,7 @@ class PartitionedMemory(StageMemory):
         settings: Settings of ZeRO.
         ranks: Groups of ranks.
         is_pipeline: True if DeepSpeed's pipeline runs the stage.
+        replica: The replica; None for the one that keeps most gradients.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class PartitionedMemory(StageMemory):
         settings: ZeroSettings,
         ranks: ZeroRanks,
         is_pipeline: bool,
+        replica: int | None = None,
     ) -> None:
         super().__init__(ranks.replicas)
         self._model_parallel = ranks.model_parallel
@@ -42,7 +44,7 @@ class PartitionedMemory(StageMemory):
         self._groups: list[FlatGroup] = []
         self._group_of: dict[int, FlatGroup] = {}
         for options in self._optimizer.param_groups:
-            group = FlatGroup(module, options["params"], len(ranks.replicas))
+            group = FlatGroup(module, options["params"], len(ranks.replicas), replica)
             options["params"] = [group.main]
             group.main.grad = torch.empty_like(group.main)
             self._groups.append(group)

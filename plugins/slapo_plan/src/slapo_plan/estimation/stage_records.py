@@ -16,6 +16,7 @@ from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.repeated_blocks import block_signature
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
+from ..recording.segments import PassRecord
 
 _BLOCK_NUMBER = re.compile(r"(?<=[._])\d+(?=[._)]|$)")
 
@@ -40,14 +41,15 @@ def stage_records(
         split: Indices of the stages whose backwards are split in two.
         microbatches: Number of micro-batches of a step.
     """
-    engine = runner.memory(optimizer)
+    engines = runner.memories(optimizer)
 
     def record(index: int) -> StageRecord:
         def forward(received: tuple[torch.Tensor, ...], arguments: Mapping[str, Any]) -> Any:
             return runner.run(program, index, received, dict(arguments))
 
-        if engine is not None:
-            return run_engine_stage(program.stages[index], part, forward, engine, microbatches)
+        if engines:
+            replicas = [run_engine_stage(program.stages[index], part, forward, each, microbatches) for each in engines]
+            return max(replicas, key=_peak_of_replica)
         try:
             held = runner.parameters(program, index)
             return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
@@ -70,6 +72,12 @@ def _records_of_equal(equal: list[int], record: Callable[[int], StageRecord]) ->
     if ends[equal[0]] != ends[equal[-1]]:
         return ends | {index: record(index) for index in equal[1:-1]}
     return dict.fromkeys(equal, ends[equal[0]])
+
+
+def _peak_of_replica(record: StageRecord) -> int:
+    """Return the most bytes beyond the parameters if micro-batches run one after the other."""
+    passes = [each for microbatch in record.microbatches for each in microbatch]
+    return sum(record.held.values()) + PassRecord.join([*passes, *([record.step] if record.step is not None else [])]).peak
 
 
 def _signature(stage: Stage) -> Hashable:
