@@ -51,6 +51,8 @@ class StageMemory:
 
     Attributes:
         owns_parameters: True if ``held`` has the memory of the parameters, whose own is not counted.
+        repeats_blocks: True if nothing depends on the order in which a backward finishes gradients, so that a planner may run a
+            few of many equal blocks; parameters of the others get gradients before ``end_backward``.
         records_order: True if a micro-batch runs before the first step, whose order of modules the engine keeps.
         replicas: Global ranks of the replicas.
         collectives: Collectives that the engine has started, in order; the planner clears the list.
@@ -58,6 +60,7 @@ class StageMemory:
 
     owns_parameters = False
     records_order = False
+    repeats_blocks = False
 
     def __init__(self, replicas: Sequence[int] = (0,)) -> None:
         self.replicas = tuple(replicas)

@@ -39,6 +39,7 @@ class PartitionedMemory(StageMemory):
     ) -> None:
         super().__init__(ranks.replicas)
         self._model_parallel = ranks.model_parallel
+        self.repeats_blocks = settings.stage == 1 and not settings.overlaps
         self._settings, self._is_pipeline = settings, is_pipeline
         self._optimizer = optimizer([each for each in module.parameters() if each.requires_grad])
         self._groups: list[FlatGroup] = []

@@ -25,6 +25,8 @@ class ReplicatedMemory(StageMemory):
         ranks: Groups of ranks.
     """
 
+    repeats_blocks = True
+
     def __init__(self, module: nn.Module, optimizer: OptimizerFactory, ranks: ZeroRanks) -> None:
         super().__init__(ranks.replicas)
         self._trained = [each for each in module.parameters() if each.requires_grad]

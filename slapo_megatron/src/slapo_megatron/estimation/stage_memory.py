@@ -25,6 +25,8 @@ class MegatronStageMemory(StageMemory):
         may_split: True for the first stage of the first rank along ``pp``, whose buffers may have several buckets.
     """
 
+    repeats_blocks = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -29,18 +29,26 @@ class BlockRun:
         names: Names of the elements in it.
         measured: The block that stands for those that are left out: behind the first one and those that it looks ahead to.
         ahead: Number of further blocks that a block's work touches, e.g. to gather their parameters.
+        blocks: The elements.
     """
 
     holder: nn.Module
     names: tuple[str, ...]
     measured: nn.Module
     ahead: int = 0
+    blocks: tuple[nn.Module, ...] = ()
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Names of the blocks that are measured."""
         first = KEPT - 1 + self.ahead
         return self.names if len(self.names) <= first + 1 else (*self.names[:first], self.names[-1])
+
+    @property
+    def dropped_blocks(self) -> list[nn.Module]:
+        """Blocks that are not measured."""
+        kept = set(self.kept)
+        return [block for name, block in zip(self.names, self.blocks, strict=True) if name not in kept]
 
     @property
     def num_dropped(self) -> int:
@@ -64,7 +72,7 @@ def block_runs(module: nn.Module, ahead: int = 0) -> list[BlockRun]:
             children = [(name, child) for name, child in each._modules.items() if child is not None]
             for _, equal in groupby(children, key=lambda item: block_signature(item[1])):
                 names, blocks = zip(*equal, strict=True)
-                found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead))
+                found.append(BlockRun(each, names, blocks[min(1 + ahead, len(blocks) - 1)], ahead, blocks))
             return
         for child in each.children():
             visit(child)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,11 +55,21 @@ class Segments:
     def whole(self, repeated: dict[str, int] | None = None) -> PassRecord:
         """Return the record of the whole pass.
 
+        What runs between a block and the next one is repeated with it, e.g. the end of a variable that held its input.
+
         Args:
             repeated: How many further times a block runs right behind itself.
         """
-        repeated = repeated or {}
-        return PassRecord.join(part for name, part in self.parts for _ in range(1 + repeated.get(name, 0)))
+        return PassRecord.join(self._repeated_parts(repeated or {}))
+
+    def _repeated_parts(self, repeated: Mapping[str, int]) -> Iterator[PassRecord]:
+        for index, (name, part) in enumerate(self.parts):
+            if not name and index and self.parts[index - 1][0] in repeated:
+                continue
+            behind = [each for following, each in self.parts[index + 1 : index + 2] if not following]
+            for _ in range(1 + repeated.get(name, 0)):
+                yield part
+                yield from behind if name in repeated else ()
 
 
 class SegmentMarks:
