@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core import Program, Stage
 
 from .batches import Batch
+from .optimizers.fake_whole_tensors import FakeWholeTensors
 from .stage_memory import CollectiveRecord, MessageSizes, StageMemory
 from .stage_parameters import GradientSize, StageParameters
 
@@ -131,6 +132,10 @@ class StageRunner(ABC):
     def parameters(self, program: Program, stage: int) -> StageParameters:
         """Return the parameters of a stage as the engine holds them over a step."""
         return StageParameters()
+
+    def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
+        """Return the step of an optimizer that steps whole tensors of which a rank holds parts; None for any other one."""
+        return None
 
     gathers_all = False
     """True if parameters that are sharded over replicas are gathered for the whole step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def stage_records(
             return max(replicas, key=_peak_of_replica)
         try:
             held = runner.parameters(program, index)
-            return run_stage(program.stages[index], part, forward, optimizer, held, index in split)
+            whole = partial(runner.whole_tensors, program, index)
+            return run_stage(program.stages[index], part, forward, optimizer, held, index in split, whole)
         except SlapoError as err:
             if not runner.adapts_to(err):
                 raise

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 from slapo_core import Boundary, Stage
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
+from slapo_training.optimizers import FakeWholeTensors
 
 from ..recording.run_recorder import RunRecorder
 from ..recording.segments import PassRecord, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
+from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals
 from .repeated_blocks import BlockRun, block_runs, trimmed_runs
 from .split_backward import SplitBackward
@@ -36,6 +38,7 @@ def run_stage(
     optimizer: OptimizerFactory | None = None,
     parameters: StageParameters | None = None,
     splits: bool = False,
+    whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None] = lambda optimizer: None,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -48,6 +51,7 @@ def run_stage(
         optimizer: Makes the optimizer; None for a stage that is not stepped.
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
+        whole_tensors: Makes the step of an optimizer that steps whole tensors; None for any other optimizer.
     """
     held = parameters or StageParameters()
     runs = block_runs(stage.module, held.units_ahead) if held.units_ahead is not None else []
@@ -59,9 +63,31 @@ def run_stage(
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
             run = _StageRun(stage, part, forward, sandbox, runs, held)
             try:
-                return run.record(optimizer, splits, *sizes)
+                record = run.record(optimizer, splits, *sizes)
             finally:
                 held.close()
+    whole = whole_step_record(optimizer, whole_tensors) if optimizer is not None else None
+    return record if whole is None else replace(record, optimizer=whole)
+
+
+def whole_step_record(
+    optimizer: OptimizerFactory, whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None]
+) -> PassRecord | None:
+    """Return the record of a step of an optimizer that steps whole tensors; None for any other optimizer.
+
+    It allocates the state, as a first step, and has the peak of a later one, which gathers tensors while the state exists.
+    """
+    recorder = RunRecorder()
+    recorder.answers = True
+    whole = whole_tensors(optimizer)
+    if whole is None:
+        return None
+    with FakeTensorMode():
+        whole.prepare()
+        with recorder:
+            marks = SegmentMarks(recorder, {})
+            first, later = (marks.measure(whole.step).whole() for _ in range(2))
+    return PassRecord(first.change + later.peak, first.change, later.work)
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
