@@ -51,10 +51,10 @@ class DeepSpeedStageRunner(EngineStageRunner):
             # the last replica's gradients are the first that a backward finishes; it keeps them from then on
             last = len(ranks.replicas) - 1
             replicas = [None, last] if last and (settings.stage == 2 or settings.overlaps) else [None]
-            return [partial(self._partitioned, optimizer, ranks, replica) for replica in replicas]
+            return [partial(self._partitioned_memory, optimizer, ranks, replica) for replica in replicas]
         return (lambda module: GatheredMemory(module, optimizer, settings, ranks),)
 
-    def _partitioned(
+    def _partitioned_memory(
         self, optimizer: OptimizerFactory, ranks: ZeroRanks, replica: int | None, module: nn.Module
     ) -> PartitionedMemory:
         return PartitionedMemory(module, optimizer, self._settings, ranks, self._is_pipeline, replica)

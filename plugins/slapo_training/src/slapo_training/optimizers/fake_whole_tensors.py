@@ -59,10 +59,10 @@ class FakeWholeTensors:
         by_ranks: dict[int, list[SplitTensor]] = {}
         for one in split:
             by_ranks.setdefault(one.ranks, []).append(one)
-        self._groups = [(group, self._owned(group)) for group in by_ranks.values()]
+        self._groups = [(group, self._owned_indices(group)) for group in by_ranks.values()]
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def _owned(self, group: Sequence[SplitTensor]) -> set[int]:
+    def _owned_indices(self, group: Sequence[SplitTensor]) -> set[int]:
         """Return the indices of the tensors of the rank that owns the most elements."""
         everything = set(range(len(group)))
         if self._is_everywhere:
