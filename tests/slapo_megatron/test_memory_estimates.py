@@ -26,7 +26,7 @@ _SLOW: list[Case] = [
 
 
 def _check(kind: str, cases: list[Case], bound: float) -> None:
-    truth = run_distributed(measured, 2, kind, "megatron", cases, timeout=110)
+    truth = run_distributed(measured, 2, kind, "megatron", cases, timeout=280)
     for index, (layout, options) in enumerate(cases):
         real, found = [rank[index] for rank in truth], estimated(kind, "megatron", layout, options)
         assert largest_error(real, found) <= bound, (layout, options)
