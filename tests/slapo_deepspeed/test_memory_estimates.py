@@ -1,4 +1,4 @@
-"""Estimated memory of DeepSpeed's steps beside real ranks."""
+"""Estimated memory and collectives of DeepSpeed's steps beside real ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slapo_plan import fake_ranks
 from slapo_plan.estimation.estimate import estimate
 from slapo_testing import run_distributed
-from tests.engine_memory import SMALL, batch, estimated, largest_error, make, measured, schedule
+from tests.engine_memory import SMALL, batch, check_collectives, estimated, largest_error, make, measured, schedule
 
 pytestmark = [pytest.mark.needs("deepspeed"), pytest.mark.multiproc, pytest.mark.filterwarnings("ignore")]
 
@@ -39,24 +39,33 @@ _SLOW: list[Case] = [
     ({"pp": 2}, _zero(0, microbatches=4)),
     ({"pp": 2}, _zero(1, microbatches=4, precision="bf16")),
     ({"dp": 2}, _zero(3, microbatches=2, precision="bf16")),
+    ({"dp": 2}, _zero(1, zero={"use_multi_rank_bucket_allreduce": False})),
+    ({"dp": 2}, _zero(2, zero={"reduce_scatter": False}, clip=1.0)),
+    ({"dp": 2}, _zero(3, zero={"reduce_scatter": False})),
+    ({"dp": 2}, _zero(2, zero={"reduce_bucket_size": 3_000})),  # buckets smaller than some parameters
+    ({"tp": 2}, _zero(0, clip=1.0)),
 ]
+
+_GPT2: list[Case] = [({"dp": 2, "checkpoints": 1}, _zero(3)), ({"tp": 2}, _zero(3))]
+"""Cases whose memory is estimated 3 and 6 % too low for Llama, which a note of the estimate says."""
 
 
 def _check(kind: str, cases: list[Case]) -> None:
-    truth = run_distributed(measured, 2, kind, "deepspeed", cases, timeout=110)
+    truth = run_distributed(measured, 2, kind, "deepspeed", cases, timeout=280)
     for index, (layout, options) in enumerate(cases):
-        error = largest_error([rank[index] for rank in truth], estimated(kind, "deepspeed", layout, options))
-        assert error <= 0.02, (layout, options)
+        real, found = [rank[index] for rank in truth], estimated(kind, "deepspeed", layout, options)
+        assert largest_error(real, found) <= 0.02, (layout, options)
+        check_collectives(real, found)
 
 
-def test_held_and_peak_memory_are_those_of_real_ranks() -> None:
+def test_memory_and_collectives_are_those_of_real_ranks() -> None:
     _check("gpt2", _FAST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_memory_of_all_stages_and_precisions(kind: str) -> None:
-    _check(kind, _SLOW)
+    _check(kind, [*_SLOW, *(_GPT2 if kind == "gpt2" else [])])
 
 
 @pytest.mark.parametrize(

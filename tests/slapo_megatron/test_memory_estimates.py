@@ -1,4 +1,4 @@
-"""Estimated memory of Megatron's steps beside real ranks."""
+"""Estimated memory and collectives of Megatron's steps beside real ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slapo_testing import run_distributed
-from tests.engine_memory import estimated, largest_error, measured
+from tests.engine_memory import check_collectives, estimated, largest_error, measured
 
 pytestmark = [pytest.mark.needs("megatron-core"), pytest.mark.multiproc, pytest.mark.filterwarnings("ignore")]
 
@@ -26,13 +26,14 @@ _SLOW: list[Case] = [
 
 
 def _check(kind: str, cases: list[Case], bound: float) -> None:
-    truth = run_distributed(measured, 2, kind, "megatron", cases, timeout=110)
+    truth = run_distributed(measured, 2, kind, "megatron", cases, timeout=280)
     for index, (layout, options) in enumerate(cases):
-        error = largest_error([rank[index] for rank in truth], estimated(kind, "megatron", layout, options))
-        assert error <= bound, (layout, options)
+        real, found = [rank[index] for rank in truth], estimated(kind, "megatron", layout, options)
+        assert largest_error(real, found) <= bound, (layout, options)
+        check_collectives(real, found)
 
 
-def test_held_and_peak_memory_are_those_of_real_ranks() -> None:
+def test_memory_and_collectives_are_those_of_real_ranks() -> None:
     _check("gpt2", _FAST, 0.02)
 
 
@@ -44,4 +45,14 @@ def test_memory_in_all_precisions_and_layouts(kind: str) -> None:
 
 @pytest.mark.slow
 def test_memory_of_interleaved_stages() -> None:
-    _check("gpt2", [({"pp": 2, "stages": 4}, {"microbatches": 4})], 0.05)
+    flush = {"config": {"transformer": {"overlap_p2p_comm_warmup_flush": True}}}
+    group = {"config": {"transformer": {"microbatch_group_size_per_vp_stage": 3}}}
+    layout = {"pp": 2, "stages": 4}
+    cases: list[Case] = [
+        (layout, {"microbatches": 4}),
+        (layout, {"microbatches": 4, **_SHARDED}),
+        (layout, {"microbatches": 2}),
+        (layout, {"microbatches": 4, **flush}),
+        (layout, {"microbatches": 6, **group}),
+    ]
+    _check("gpt2", cases, 0.005)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from slapo_core import ScheduleError, create_schedule
@@ -116,6 +117,16 @@ def test_a_generator_that_nobody_can_find_is_told_in_the_first_backward(place: i
     create_schedule(model)["0"].checkpoint()
     with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the recomputation gives other numbers than the forward"):
         gradients(model)
+
+
+def test_a_run_on_fake_tensors_is_no_comparison() -> None:
+    model = nn.Sequential(Noisy(None, lambda held: noise(FOREIGN[2])))
+    create_schedule(model)["0"].checkpoint()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(X)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(ScheduleError, match="the recomputation gives other numbers than the forward"):
+        model(X).sum().backward()
 
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.clone, torch.ops.aten.slice, torch.ops.aten.detach]])

@@ -10,16 +10,19 @@ import torch
 
 from slapo_core import BuildError, Program
 from slapo_training import (
+    CollectiveRecord,
     MemoryRules,
     OptimizerFactory,
     PipelineAction,
     StageRunner,
+    StepFacts,
     StepModel,
     one_forward_one_backward,
 )
 
 from .configuration.options import DeepSpeedOptions
 from .stage_runner import DeepSpeedStageRunner
+from .step_collectives import StepCollectives
 
 
 class DeepSpeedStepModel(StepModel):
@@ -51,3 +54,16 @@ class DeepSpeedStepModel(StepModel):
         kind = str(section.get("type", "")).lower()
         found = {name.lower(): each for name, each in vars(torch.optim).items() if isinstance(each, type)}
         return partial(found.get(kind, torch.optim.AdamW), lr=section.get("params", {}).get("lr", 0.0))
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
+        return [*StepCollectives(program, DeepSpeedOptions.of(config), rank, facts).records()]
+
+    @classmethod
+    def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
+        if DeepSpeedOptions.of(config).zero_stage < 3:
+            return []
+        return [
+            "stage 3 of ZeRO: parameters that graphs hold after DeepSpeed has freed them are not counted; with checkpoints or "
+            "tensor parallelism the memory may be some percent higher"
+        ]

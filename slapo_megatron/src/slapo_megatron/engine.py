@@ -264,7 +264,7 @@ class MegatronEngine(MegatronCheckpoints):
             programs = microbatch_plans(self.program, training, batch.parts, "Megatron")
         program = programs[0]
         if self._plan is None or self._plan[0] is not program:
-            self._plan = program, borders(program, self.options.dtype, self.device)
+            self._plan = program, borders(program.stages, self.options.dtype, self.device)
             self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
         for stage in self._stages:
             stage.begin(programs, self._plan[1], batch.weights)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import Boundary, BuildError, Program
+from slapo_core import Boundary, BuildError, Program, Stage
 from slapo_training.batches import Batch
 from slapo_training.engines import Tie, tied_groups
 from slapo_training.label_weights import LabelWeights
@@ -141,10 +141,10 @@ class Borders(NamedTuple):
     size: int
 
 
-def borders(program: Program, weights: torch.dtype, device: torch.device) -> Borders:
-    """Return the borders of a plan; they are the same on every rank."""
-    dtype = carrier_dtype([boundary for stage in program.stages for boundary in stage.inputs], weights)
-    layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1, device) for stage in program.stages)
+def borders(stages: Sequence[Stage], weights: torch.dtype, device: torch.device) -> Borders:
+    """Return the borders of a plan, given its stages; they are the same on every rank."""
+    dtype = carrier_dtype([boundary for stage in stages for boundary in stage.inputs], weights)
+    layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1, device) for stage in stages)
     return Borders(dtype, layouts, max(layout.size for layout in layouts))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program
-from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory
+from slapo_training import EngineStageRunner, OptimizerFactory, StageMemory, StepGroups
 from slapo_training.batches import Batch
 
 from .configuration.options import MegatronOptions
@@ -31,15 +31,15 @@ class MegatronStageRunner(EngineStageRunner):
         return (layout.layouts[stage + 1].pack(result, size),)
 
     def _border(self, program: Program, stage: int) -> tuple[Borders, int]:
-        found = borders(program, self.options.dtype, torch.device("cpu"))
+        found = borders(program.stages, self.options.dtype, torch.device("cpu"))
         alone = len(program.stages) == program.axis_size("pp")
         return found, found.layouts[stage + 1].size if alone else found.size
 
-    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
+    def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
         if optimizer is None or not self.options.trains:
-            return None
-        options, replicas = self.options, self.program.axis_size("dp")
-        return lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module))
+            return ()
+        options, replicas = self.options, StepGroups(self.program).ranks("dp")
+        return (lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module)),)
 
     def _is_first(self, module: nn.Module) -> bool:
         return len(self.program.stages) == 1 or module is self.program.stages[0].module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,22 @@ import torch
 
 from slapo_core import BuildError, Program
 from slapo_training import (
+    CollectiveRecord,
     MemoryRules,
     MessageMode,
+    MessageSizes,
     OptimizerFactory,
     PipelineAction,
     StageRunner,
+    StepFacts,
     StepModel,
     one_forward_one_backward,
 )
 
 from .configuration.options import MegatronOptions
+from .estimation.interleaved_messages import InterleavedSchedule
 from .stage_runner import MegatronStageRunner
+from .step_collectives import StepCollectives
 
 
 class MegatronStepModel(StepModel):
@@ -34,7 +39,7 @@ class MegatronStepModel(StepModel):
             raise BuildError(f"{stages} stages on pp={ranks}; cut the model into a multiple of pp stages, with pp of 2 or more")
         if stages == ranks:
             return one_forward_one_backward(stages, microbatches)
-        group = int(_section(config, "transformer").get("microbatch_group_size_per_vp_stage") or ranks)
+        group = _group_size(config, ranks)
         if microbatches < group or 0 < microbatches % group < ranks:
             raise BuildError(
                 f"{microbatches} micro-batches on pp={ranks} with {stages // ranks} stages per rank; use a multiple of {group}"
@@ -47,7 +52,10 @@ class MegatronStepModel(StepModel):
 
     @classmethod
     def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        return MemoryRules(holds_received=len(program.stages) > 1)
+        stages, ranks = len(program.stages), program.axis_size("pp")
+        if stages == ranks:
+            return MemoryRules(holds_received=stages > 1)
+        return MemoryRules(messages=partial(_interleaved_messages, config, stages, ranks))
 
     @classmethod
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
@@ -58,6 +66,10 @@ class MegatronStepModel(StepModel):
         if section.get("optimizer") == "sgd":
             return partial(torch.optim.SGD, lr=section.get("lr", 0.0), momentum=section.get("sgd_momentum", 0.9))
         return partial(torch.optim.AdamW, lr=section.get("lr", 0.0))
+
+    @classmethod
+    def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
+        return [*StepCollectives(program, MegatronOptions.of(config), rank, facts).records()]
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
@@ -84,8 +96,29 @@ def _interleaved_order(chunks: int, rank: int, ranks: int, microbatches: int, gr
         for chunk in range(chunks):
             forwards += [PipelineAction("F", chunk * ranks + rank, number) for number in numbers]
             backwards += [PipelineAction("B", (chunks - 1 - chunk) * ranks + rank, number) for number in numbers]
-    warmup = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * group)
+    warmup = _num_warmup(chunks, rank, ranks, microbatches, group)
     row = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         row += [forward, backward]
     return row + backwards[len(forwards) - warmup :]
+
+
+def _num_warmup(chunks: int, rank: int, ranks: int, microbatches: int, group: int) -> int:
+    return min(chunks * microbatches, 2 * (ranks - rank - 1) + (chunks - 1) * group)
+
+
+def _group_size(config: Mapping[str, Any], ranks: int) -> int:
+    return int(_section(config, "transformer").get("microbatch_group_size_per_vp_stage") or ranks)
+
+
+def _interleaved_messages(
+    config: Mapping[str, Any], stages: int, ranks: int, order: Sequence[PipelineAction], sizes: Mapping[int, MessageSizes]
+) -> list[int]:
+    """Return the bytes of messages during each action of a rank; its first action is of its first stage."""
+    rank, group = order[0].stage, _group_size(config, ranks)
+    microbatches = 1 + max(each.microbatch for each in order)
+    warmup = _num_warmup(stages // ranks, rank, ranks, microbatches, group)
+    is_first, is_last, slots = rank == 0, rank + 1 == ranks, group - ranks + 1
+    is_flushed = bool(_section(config, "transformer").get("overlap_p2p_comm_warmup_flush"))
+    kept = slots if is_first else 1, slots if is_last else 1
+    return InterleavedSchedule(warmup, *kept, is_flushed, is_first, is_last).bytes_during(order, sizes)

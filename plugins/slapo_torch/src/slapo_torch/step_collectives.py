@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import Program, shard_spec
-from slapo_training import CollectiveRecord, GradientSize, PipelineAction, StepFacts
+from slapo_training import CollectiveRecord, GradientSize, StepFacts, StepGroups, boundary_bytes
 
 from .fsdp.wrap_policy import assign_parameters, can_shard, unit_paths
 from .gradients.reduction import BUCKET_BYTES
@@ -34,7 +34,8 @@ class StepCollectives:
     """
 
     def __init__(self, program: Program, options: Options, rank: int, facts: StepFacts) -> None:
-        self._program, self._options, self._rank, self._facts = program, options, rank, facts
+        self._program, self._options, self._facts = program, options, facts
+        self._groups = StepGroups(program, rank)
         self._own = [stage.index for stage in program.stages if program.rank_of(stage.index) == rank]
         modules = [program.stages[index].module for index in self._own]
         self._parameters = [*{id(each): each for module in modules for each in module.parameters()}.values()]
@@ -47,75 +48,33 @@ class StepCollectives:
     def records(self) -> Iterator[CollectiveRecord]:
         """Yield the records in the order of the step."""
         staged = self._program.axis_size("pp") * self._program.axis_size("tp") > 1
-        yield from self._on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
+        received, sent_back = boundary_bytes(self._facts.stages)
+        yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
         for action in self._facts.actions:
-            yield from self._messages(action)
+            yield from self._groups.messages(action, received, sent_back)
         if self._is_sharded:
             yield from self._units()
         elif self._replicas > 1 and not self._averages_afterwards and self._trained:
             for size in ddp_buckets(self._facts.arrivals):
-                yield self._reduction("dp", size, overlapped=True)
-        yield from self._on_all_ranks(8 * _FACTS_OF_LOSS)
+                yield self._groups.all_reduce("dp", size, overlapped=True)
+        yield from self._groups.on_all_ranks(8 * _FACTS_OF_LOSS)
         if self._is_sharded and self._facts.unused:
-            yield self._reduction("dp", 4 * sum(each.requires_grad for each in self._sharded_parameters()))
+            yield self._groups.all_reduce("dp", 4 * sum(each.requires_grad for each in self._sharded_parameters()))
         if self._is_sharded:
             sharded = {id(each) for each in self._sharded_parameters()}
             yield from self._averages([each for each in self._trained if id(each) not in sharded])
         if self._options.precision == "fp16":
-            yield from self._on_all_ranks(8)
+            yield from self._groups.on_all_ranks(8)
         if self._averages_afterwards:
             yield from self._averages(self._trained)
         elif self._replicas > 1 and not self._is_sharded and self._facts.unused and self._trained:
-            yield self._reduction("dp", 4 * len(self._trained))
+            yield self._groups.all_reduce("dp", 4 * len(self._trained))
         yield from self._ties()
         if self._options.clip:
             yield from self._norms()
-        yield from self._on_all_ranks(8)  # errors of the optimizer's step
-
-    # ---- groups
-
-    def _ranks(self, axis: str, pipeline_rank: int | None = None) -> tuple[int, ...]:
-        """Return the global ranks along an axis through this rank; with ``pipeline_rank``, through that rank along ``pp``."""
-        mesh = self._program.mesh
-        assert mesh is not None
-        names = mesh.mesh_dim_names or ()
-        place: list[int | slice] = [self._program.axis_rank(name) for name in names]
-        if "pp" in names:
-            place[names.index("pp")] = self._rank if pipeline_rank is None else pipeline_rank
-        place[names.index(axis)] = slice(None) if pipeline_rank is None else place[names.index(axis)]
-        found = mesh.mesh[tuple(place)]
-        return tuple(found.reshape(-1).tolist())
-
-    def _global_rank(self, pipeline_rank: int) -> int:
-        return self._ranks("pp", pipeline_rank)[0]
-
-    def _reduction(self, axis: str, nbytes: int, overlapped: bool = False) -> CollectiveRecord:
-        return CollectiveRecord("all_reduce", nbytes, self._ranks(axis), overlapped)
-
-    def _on_all_ranks(self, nbytes: int) -> Iterator[CollectiveRecord]:
-        mesh = self._program.mesh
-        for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
-            if self._program.axis_size(axis) > 1:
-                yield self._reduction(axis, nbytes)
+        yield from self._groups.on_all_ranks(8)  # errors of the optimizer's step
 
     # ---- parts of a step
-
-    def _messages(self, action: PipelineAction) -> Iterator[CollectiveRecord]:
-        """Yield the messages before and after a computation; stages of one rank pass tensors on without."""
-        kind, stage, _ = action
-        if kind == "W" or len(self._program.stages) == 1:
-            return
-        stages, own = self._facts.stages, self._global_rank(self._rank)
-        before, after = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
-        for other, is_received in ((before, True), (after, False)):
-            if not 0 <= other < len(stages) or (rank := self._program.rank_of(other)) == self._rank:
-                continue
-            crossing = stages[max(stage, other)].inputs
-            ends = (self._global_rank(rank), own) if is_received else (own, self._global_rank(rank))
-            for each in crossing:
-                if kind == "F" or each.requires_grad:
-                    size = torch.Size(each.shape).numel() * each.dtype.itemsize
-                    yield CollectiveRecord("send", size, ends)
 
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
@@ -134,9 +93,9 @@ class StepCollectives:
                 whole, trained = self._padded_bytes(some), self._padded_bytes(each for each in some if each.requires_grad)
                 times = microbatches if runs else 1
                 for _ in range(2 * times if runs else 1):
-                    yield CollectiveRecord("all_gather", whole, self._ranks("dp"), runs)
+                    yield CollectiveRecord("all_gather", whole, self._groups.ranks("dp"), runs)
                 for _ in range(times if trained else 0):
-                    yield CollectiveRecord("reduce_scatter", trained, self._ranks("dp"))
+                    yield CollectiveRecord("reduce_scatter", trained, self._groups.ranks("dp"))
 
     def _padded_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         rows = ((each, -(-each.shape[0] // self._replicas) * self._replicas) for each in parameters)
@@ -145,21 +104,17 @@ class StepCollectives:
     def _averages(self, parameters: Sequence[nn.Parameter]) -> Iterator[CollectiveRecord]:
         """Yield the buckets of ``average_gradients``, which have one more number per parameter."""
         for bucket in _buckets(parameters):
-            yield self._reduction("dp", sum((each.numel() + 1) * each.element_size() for each in bucket))
+            yield self._groups.all_reduce("dp", sum((each.numel() + 1) * each.element_size() for each in bucket))
 
     def _ties(self) -> Iterator[CollectiveRecord]:
-        named = dict(self._program.module.named_parameters(remove_duplicate=False))
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for tie in self._program.ties if len(self._program.stages) > 1 else ():
-            ranks = tuple(sorted({self._program.rank_of(stage) for stage in tie.stages}))
-            parameter = named[tie.names[0]]
-            if self._rank in ranks and len(ranks) > 1 and parameter.requires_grad:
-                shared.setdefault(ranks, []).append(parameter)
+        for parameter, ranks in self._groups.ties():
+            shared.setdefault(ranks, []).append(parameter)
+        own = self._groups.ranks()[0]
         for ranks, parameters in shared.items():
-            own = self._global_rank(self._rank)
             for bucket in _buckets(parameters):
                 size = sum((self._kept(each) + 1) * each.element_size() for each in bucket)
-                for peer in (self._global_rank(rank) for rank in ranks if rank != self._rank):
+                for peer in (each for each in map(self._groups.peer, ranks) if each != own):
                     yield CollectiveRecord("send", size, (own, peer))
                     yield CollectiveRecord("send", size, (peer, own))
 
@@ -176,21 +131,15 @@ class StepCollectives:
             spec, is_sharded = shard_spec(each), self._is_sharded and can_shard(each)
             has_parts = spec is not None and spec.num_shards > 1
             if has_parts and is_sharded:
-                found[self._stage_ranks()] += 1
+                found[self._groups.ranks("dp", "tp")] += 1
             elif is_sharded:
-                found[self._ranks("dp")] += 1
+                found[self._groups.ranks("dp")] += 1
             elif spec is not None and spec.group is not None:
-                found[self._ranks("tp")] += 1
+                found[self._groups.ranks("tp")] += 1
         for ranks in found:
             yield CollectiveRecord("all_reduce", 8, ranks)
         if self._program.axis_size("pp") > 1:
-            yield self._reduction("pp", 8)
-
-    def _stage_ranks(self) -> tuple[int, ...]:
-        mesh = self._program.mesh
-        assert mesh is not None
-        names = mesh.mesh_dim_names or ()
-        return tuple((mesh.mesh.select(names.index("pp"), self._rank) if "pp" in names else mesh.mesh).reshape(-1).tolist())
+            yield self._groups.all_reduce("pp", 8)
 
 
 def ddp_buckets(arrivals: Sequence[GradientSize]) -> list[int]:

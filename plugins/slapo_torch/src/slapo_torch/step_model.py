@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from slapo_core import BuildError, Program
+from slapo_core import BuildError, Program, shard_spec
 from slapo_training import (
     CollectiveRecord,
     MemoryRules,
     MessageMode,
+    OptimizerFactory,
     PipelineAction,
     StageParameters,
     StageRunner,
@@ -20,7 +23,9 @@ from slapo_training import (
 )
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
+from slapo_training.optimizers import FakeWholeTensors, SplitTensor, update_dependence
 
+from .fsdp.wrap_policy import can_shard
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
 from .step.stage_call import StageCall, autocast_context
@@ -52,6 +57,21 @@ class TorchStepModel(StepModel):
         from .step_collectives import StepCollectives  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
         return [*StepCollectives(program, Options.of(config), rank, facts).records()]
+
+    @classmethod
+    def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
+        options, found = Options.of(config), []
+        if options.loss_over is not None:
+            found.append(
+                "loss_over='replicas': the gathers of all outputs and labels, the memory of these, and the forward that runs "
+                "before with several micro-batches are not counted"
+            )
+        given, runner = options.optimizer, TorchStageRunner(program, options)
+        if isinstance(given, torch.optim.Optimizer):
+            given = partial(type(given), **given.defaults)
+        if given is not None and any(runner.whole_tensors(program, each.index, given) for each in program.stages):
+            found.append("the optimizer steps whole tensors, whose messages between ranks are not counted")
+        return found
 
     @classmethod
     def message_mode(cls, config: Mapping[str, Any], stages: int, ranks: int, microbatches: int) -> MessageMode:
@@ -103,6 +123,35 @@ class TorchStageRunner(StageRunner):
         from .fsdp.fake_unit import FakeShards  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
         return FakeShards(program, stage, self._options.fsdp_units, self.gathers_all)
+
+    def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
+        trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
+        split, others = self._split_tensors(program, trained)
+        if not split:
+            return None
+        found = update_dependence(optimizer, trained)
+        joins = found.coupled or (bool(found.why_unknown) and len(program.stages) == 1)
+        if not found.shape and not joins:
+            return None
+        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins)
+
+    def _split_tensors(
+        self, program: Program, trained: Sequence[nn.Parameter]
+    ) -> tuple[list[SplitTensor], list[tuple[int, ...]]]:
+        """Return the parameters of which a rank holds parts, and the shapes of the others."""
+        replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
+        split: list[SplitTensor] = []
+        others: list[tuple[int, ...]] = []
+        for each in trained:
+            spec = shard_spec(each)
+            shards = spec.num_shards if spec is not None else 1
+            ranks = shards * (replicas if replicas > 1 and can_shard(each) else 1)
+            if ranks == 1:
+                others.append(tuple(each.shape))
+                continue
+            shape = spec.full_shape if spec is not None else tuple(each.shape)
+            split.append(SplitTensor(shape, -(-each.numel() * shards // ranks), ranks))
+        return split, others
 
     def adapts_to(self, error: Exception) -> bool:
         """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .engines.split_backward import can_split_backward
     from .external_engine import ExternalEngine
     from .stage_forward import StageForward
+    from .stage_memory import CollectiveRecord, MessageSizes, StageMemory
     from .stage_parameters import GradientSize, StageParameters
+    from .step_groups import StepGroups, boundary_bytes
     from .step_model import (
-        CollectiveRecord,
         MemoryRules,
         MessageMode,
         OptimizerFactory,
         PipelineAction,
-        StageMemory,
         StageRunner,
         StepFacts,
         StepModel,
@@ -42,14 +42,14 @@ else:
             "engines.split_backward": ["can_split_backward"],
             "external_engine": ["ExternalEngine"],
             "stage_forward": ["StageForward"],
+            "stage_memory": ["CollectiveRecord", "MessageSizes", "StageMemory"],
             "stage_parameters": ["GradientSize", "StageParameters"],
+            "step_groups": ["StepGroups", "boundary_bytes"],
             "step_model": [
-                "CollectiveRecord",
                 "MemoryRules",
                 "MessageMode",
                 "OptimizerFactory",
                 "PipelineAction",
-                "StageMemory",
                 "StageRunner",
                 "StepFacts",
                 "StepModel",
@@ -67,6 +67,7 @@ __all__ = [
     "GradientSize",
     "MemoryRules",
     "MessageMode",
+    "MessageSizes",
     "MicroBatches",
     "OptimizerFactory",
     "PipelineAction",
@@ -75,7 +76,9 @@ __all__ = [
     "StageParameters",
     "StageRunner",
     "StepFacts",
+    "StepGroups",
     "StepModel",
+    "boundary_bytes",
     "can_split_backward",
     "flatten_parameters",
     "initialized_optimizer",

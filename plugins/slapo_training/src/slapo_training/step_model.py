@@ -13,6 +13,8 @@ from torch import nn
 from slapo_core import Program, Stage
 
 from .batches import Batch
+from .optimizers.fake_whole_tensors import FakeWholeTensors
+from .stage_memory import CollectiveRecord, MessageSizes, StageMemory
 from .stage_parameters import GradientSize, StageParameters
 
 MessageMode = Literal["overlapped", "on_demand", "blocking"]
@@ -39,24 +41,6 @@ class PipelineAction(NamedTuple):
     kind: str
     stage: int
     microbatch: int
-
-
-class CollectiveRecord(NamedTuple):
-    """One collective, or one message of a pipeline, as one rank sees it.
-
-    Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"reduce"``,
-            ``"gather"``, ``"scatter"`` or ``"send"``.
-        nbytes: Bytes of the whole tensor on one rank: the reduced tensor, the gathered result, the input of a reduce-scatter
-            or all-to-all, the message.
-        ranks: Global ranks of the group, in order; the two ends of a message.
-        overlapped: True if the rank goes on computing while it runs.
-    """
-
-    kind: str
-    nbytes: int
-    ranks: tuple[int, ...]
-    overlapped: bool = False
 
 
 class StepFacts(NamedTuple):
@@ -91,6 +75,8 @@ class MemoryRules(NamedTuple):
         kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
             and the gradient of that.
         flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
+        messages: Computes the bytes of messages that exist during each action of a rank, given its actions and the sizes of its
+            stages' messages; None if the other rules say so.
     """
 
     buckets: bool = False
@@ -100,43 +86,7 @@ class MemoryRules(NamedTuple):
     fixed_buffers: bool = False
     kept_losses: int = 0
     flattens_gradients: bool = False
-
-
-class StageMemory:
-    """Tensors of an engine beside one stage: flat weights, main copies, gradient buffers, optimizer state.
-
-    A subclass allocates them as its engine does. Its tensors are fake; the planner counts each until it is freed. The methods
-    are called in the order of a step. ``is_last`` tells the last micro-batch of the step.
-
-    Attributes:
-        owns_parameters: True if ``held`` has the memory of the parameters, whose own is not counted.
-        records_order: True if a micro-batch runs before the first step, whose order of modules the engine keeps.
-    """
-
-    owns_parameters = False
-    records_order = False
-
-    def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return the tensors that exist between steps beside parameters and buffers of the stage.
-
-        Keys are kinds of memory: ``"parameters"``, ``"gradients"``, ``"buckets"``, ``"optimizer"`` (with main copies).
-        """
-        return {}
-
-    def begin_step(self) -> None:
-        """Begin a step, before its first forward."""
-
-    def end_recording(self) -> None:
-        """End the micro-batch before the first step, with ``records_order``."""
-
-    def begin_backward(self, is_last: bool) -> None:
-        """Prepare the backward of a micro-batch."""
-
-    def end_backward(self, is_last: bool) -> None:
-        """Finish the backward of a micro-batch, with the reductions that follow it."""
-
-    def step(self) -> None:
-        """Step the optimizer."""
+    messages: Callable[[Sequence[PipelineAction], Mapping[int, MessageSizes]], Sequence[int]] | None = None
 
 
 class StageRunner(ABC):
@@ -168,19 +118,24 @@ class StageRunner(ABC):
         """Return a context in which the model's tensors have the types that the engine gives them; nothing runs outside."""
         return nullcontext()
 
-    def memory(self, optimizer: OptimizerFactory | None) -> Callable[[nn.Module], StageMemory] | None:
-        """Return what makes the engine's own tensors for a stage; None if its optimizer steps parameters and their gradients.
+    def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
+        """Return what makes the engine's own tensors for a stage, for each replica that may need the most memory.
 
-        It gets the module of the stage, with fake tensors, whose parameters it may replace.
+        None are returned if the engine's optimizer steps parameters and their gradients. Each gets the module of the stage,
+        with fake tensors, whose parameters it may replace.
 
         Args:
             optimizer: Makes the optimizer of some parameters.
         """
-        return None
+        return ()
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         """Return the parameters of a stage as the engine holds them over a step."""
         return StageParameters()
+
+    def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
+        """Return the step of an optimizer that steps whole tensors of which a rank holds parts; None for any other one."""
+        return None
 
     gathers_all = False
     """True if parameters that are sharded over replicas are gathered for the whole step."""
@@ -254,6 +209,11 @@ class StepModel:
         Returns:
             The records in the order of the step; by default none.
         """
+        return []
+
+    @classmethod
+    def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
+        """Return what an estimate of the target leaves out, one sentence each; arguments as of ``stage_runner``."""
         return []
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,12 +18,11 @@ _ALIGNMENT = 2
 class FlatGroup:
     """One group of the optimizer in stages 1 and 2 of ZeRO.
 
-    The replica is the one whose range touches parameters with the most elements, as it needs the most memory.
-
     Args:
         module: The stage, with fake tensors; its parameters become views of the flat tensor.
         parameters: Parameters of the group, in order.
         replicas: Number of data-parallel ranks.
+        replica: The replica; None for the one whose range touches parameters with the most elements.
 
     Attributes:
         parameters: The views, in order.
@@ -32,7 +31,7 @@ class FlatGroup:
         own: Parameters with elements in the range.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], replicas: int) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], replicas: int, replica: int | None) -> None:
         sizes = [each.numel() for each in parameters]
         self._starts = [*accumulate(sizes, initial=0)]
         step = -(-self._starts[-1] // (_ALIGNMENT * replicas)) * _ALIGNMENT
@@ -40,7 +39,8 @@ class FlatGroup:
         views = flatten_parameters(module, self.flat, zip(parameters, self._starts, strict=False))
         self.parameters = [views[id(each)] for each in parameters]
         self._step = step
-        self._replica = max(range(replicas), key=lambda rank: sum(sizes[index] for index in self._touched_parameters(rank)))
+        touched = [sum(sizes[index] for index in self._touched_parameters(rank)) for rank in range(replicas)]
+        self._replica = touched.index(max(touched)) if replica is None else replica
         self.main = nn.Parameter(self.flat.new_empty(step, dtype=torch.float32))
         self.own = [self.parameters[index] for index in self._touched_parameters(self._replica)]
         self._own = {id(each) for each in self.own}
@@ -54,10 +54,13 @@ class FlatGroup:
         """Return True if this replica steps elements of a parameter."""
         return id(parameter) in self._own
 
-    def destinations(self, parameter: nn.Parameter) -> range:
-        """Return the replicas that step elements of a parameter."""
+    def parts(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
+        """Yield the replicas that step elements of a parameter, each with the number of these elements."""
         start = self._starts[next(index for index, each in enumerate(self.parameters) if each is parameter)]
-        return range(start // self._step, (start + parameter.numel() - 1) // self._step + 1)
+        stop = start + parameter.numel()
+        for replica in range(start // self._step, (stop - 1) // self._step + 1):
+            low = replica * self._step
+            yield replica, min(stop, low + self._step) - max(start, low)
 
     def own_range(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parts of the own parameters' gradients that lie in the range, padded to its size."""
@@ -88,3 +91,15 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors of an optimizer's state."""
     found: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
     return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+def bucket_sizes(sizes: Iterable[int], limit: int) -> Iterator[int]:
+    """Yield the sums of consecutive sizes, each ended by the size with which it exceeds a limit."""
+    total = 0
+    for size in sizes:
+        total += size
+        if total > limit:
+            yield total
+            total = 0
+    if total:
+        yield total

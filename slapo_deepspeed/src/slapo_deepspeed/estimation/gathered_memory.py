@@ -13,7 +13,7 @@ from slapo_training import OptimizerFactory, StageMemory
 
 from .flat_groups import flatten, state_tensors
 from .parameter_gathers import ParameterGathers, partition_size
-from .zero_settings import ZeroSettings
+from .zero_settings import ZeroRanks, ZeroSettings
 
 
 class GatheredMemory(StageMemory):
@@ -23,16 +23,18 @@ class GatheredMemory(StageMemory):
         module: The model, with fake tensors.
         optimizer: Makes the optimizer.
         settings: Settings of ZeRO.
-        replicas: Number of data-parallel ranks.
+        ranks: Groups of ranks.
     """
 
     owns_parameters = records_order = True
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, settings: ZeroSettings, replicas: int) -> None:
-        self._module, self._settings, self._replicas = module, settings, replicas
+    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, settings: ZeroSettings, ranks: ZeroRanks) -> None:
+        super().__init__(ranks.replicas)
+        replicas = len(ranks.replicas)
+        self._module, self._settings, self._ranks, self._replicas = module, settings, ranks, replicas
         self._trained = [each for each in module.parameters() if each.requires_grad]
         everything = [*module.parameters()]
-        self._gathers = ParameterGathers(settings, replicas, everything)
+        self._gathers = ParameterGathers(settings, replicas, everything, self._communicate_gather)
         like = self._trained[0]
         frozen = [each.new_empty(partition_size(each, replicas)) for each in everything if not each.requires_grad]
         sizes = [partition_size(each, replicas) for each in self._trained]
@@ -129,12 +131,19 @@ class GatheredMemory(StageMemory):
         self._bucketed.append(parameter)
         self._elements += parameter.numel()
 
+    def _communicate_gather(self, nbytes: int, overlapped: bool) -> None:
+        self.communicate("all_gather", nbytes, overlapped=overlapped)
+
     def _reduce(self) -> None:
         fits = self._bucket is not None and self._elements <= self._settings.reduce_bucket
+        size, overlaps = self._gradients.element_size(), self._settings.overlaps
         if self._bucketed and (self._settings.reduces_scattered or not fits):
             sizes = [partition_size(each, self._replicas) * self._replicas for each in self._bucketed]
+            self.communicate("reduce_scatter", size * sum(sizes), overlapped=overlaps)
             if len(sizes) > 1 or sizes[0] != self._bucketed[0].numel():
                 self._gradients.new_empty(sum(sizes))
+        else:
+            self.communicate("all_reduce", size * self._elements, overlapped=overlaps)
         for parameter in self._bucketed:
             parameter.grad = None
         self._bucketed.clear()
@@ -154,6 +163,10 @@ class GatheredMemory(StageMemory):
         for gradients in self._averages:
             for gradient in gradients:
                 gradient.double().norm()
+            for ranks in self._ranks:
+                self.communicate("all_reduce", 8, ranks)
+        for ranks in self._ranks if self._settings.checks_overflow else ():
+            self.communicate("all_reduce", 1, ranks)
         params = {id(group): group["params"] for group in self._optimizer.param_groups}
         for main, gradients in zip(self._mains, self._averages, strict=True):
             flat = flatten(gradients)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,17 @@ class ParameterGathers:
         settings: Settings of ZeRO.
         replicas: Number of data-parallel ranks.
         parameters: All parameters, in order.
+        gathered: Takes the bytes of each all-gather, and True if the rank goes on computing while it runs.
     """
 
-    def __init__(self, settings: ZeroSettings, replicas: int, parameters: Iterable[nn.Parameter]) -> None:
-        self._settings, self._replicas = settings, replicas
+    def __init__(
+        self,
+        settings: ZeroSettings,
+        replicas: int,
+        parameters: Iterable[nn.Parameter],
+        gathered: Callable[[int, bool], None],
+    ) -> None:
+        self._settings, self._replicas, self._gathered = settings, replicas, gathered
         self.persistent: list[nn.Parameter] = []
         total = 0
         for parameter in parameters:
@@ -99,7 +106,7 @@ class ParameterGathers:
         own = _own(module)
         if not self._is_recorded:
             self._events.append(_Event(module, True, is_forward))
-        self._gather(own)
+        self._gather(own, is_prefetch=False)
         for parameter in own:
             self._running.setdefault(id(parameter), set()).add(id(module))
             if (gather := self._gathers.pop(id(parameter), None)) is not None:
@@ -128,14 +135,19 @@ class ParameterGathers:
             if key not in self.whole and key not in found:
                 found[key] = use.parameter
                 count += use.parameter.numel()
-        self._gather([*found.values()])
+        self._gather([*found.values()], is_prefetch=True)
 
-    def _gather(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _gather(self, parameters: Iterable[nn.Parameter], is_prefetch: bool) -> None:
         wanted = [each for each in parameters if id(each) not in self.whole]
         if not wanted:
             return
         self._num_gathered += sum(each.numel() for each in wanted)
         sizes = [partition_size(each, self._replicas) * self._replicas for each in wanted]
+        by_type: Counter[torch.dtype] = Counter()
+        for parameter, size in zip(wanted, sizes, strict=True):
+            by_type[parameter.dtype] += size
+        for dtype, size in by_type.items():
+            self._gathered(size * dtype.itemsize, is_prefetch)
         buffer = None
         if len(wanted) > 1 and self._replicas > 1:
             buffer = wanted[0].new_empty(sum(sizes))
@@ -200,6 +212,7 @@ class ParameterGathers:
         """Gather the parameters that stay whole, after the optimizer has stepped."""
         for parameter in self.persistent:
             size = partition_size(parameter, self._replicas) * self._replicas
+            self._gathered(size * parameter.element_size(), False)
             self.whole[id(parameter)] = parameter.new_empty(size) if self._replicas > 1 else None
 
 

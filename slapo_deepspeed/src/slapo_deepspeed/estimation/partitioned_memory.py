@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import nn
 
 from slapo_training import OptimizerFactory, StageMemory
 
-from .flat_groups import FlatGroup, flatten, state_tensors
-from .zero_settings import ZeroSettings
+from .flat_groups import FlatGroup, bucket_sizes, flatten, state_tensors
+from .zero_settings import ZeroRanks, ZeroSettings
 
 
 class PartitionedMemory(StageMemory):
@@ -21,8 +23,9 @@ class PartitionedMemory(StageMemory):
         module: The stage, with fake tensors.
         optimizer: Makes the optimizer.
         settings: Settings of ZeRO.
-        replicas: Number of data-parallel ranks.
+        ranks: Groups of ranks.
         is_pipeline: True if DeepSpeed's pipeline runs the stage.
+        replica: The replica; None for the one that keeps most gradients.
     """
 
     def __init__(
@@ -30,15 +33,19 @@ class PartitionedMemory(StageMemory):
         module: nn.Module,
         optimizer: OptimizerFactory,
         settings: ZeroSettings,
-        replicas: int,
+        ranks: ZeroRanks,
         is_pipeline: bool,
+        replica: int | None = None,
     ) -> None:
+        super().__init__(ranks.replicas)
+        self._model_parallel = ranks.model_parallel
+        self.repeats_blocks = settings.stage == 1 and not settings.overlaps
         self._settings, self._is_pipeline = settings, is_pipeline
         self._optimizer = optimizer([each for each in module.parameters() if each.requires_grad])
         self._groups: list[FlatGroup] = []
         self._group_of: dict[int, FlatGroup] = {}
         for options in self._optimizer.param_groups:
-            group = FlatGroup(module, options["params"], replicas)
+            group = FlatGroup(module, options["params"], len(ranks.replicas), replica)
             options["params"] = [group.main]
             group.main.grad = torch.empty_like(group.main)
             self._groups.append(group)
@@ -107,10 +114,12 @@ class PartitionedMemory(StageMemory):
 
     def _reduce(self) -> None:
         gradients = [each.grad for each in self._bucketed if each.grad is not None]
-        destinations = [rank for each in self._bucketed for rank in self._group_of[id(each)].destinations(each)]
-        is_copied = not self._settings.is_contiguous or (self._settings.reduces_scattered and len(set(destinations)) > 1)
+        parts = [part for each in self._bucketed for part in self._group_of[id(each)].parts(each)]
+        num_replicas = len({replica for replica, _ in parts})
+        is_copied = not self._settings.is_contiguous or (self._settings.reduces_scattered and num_replicas > 1)
         if gradients and is_copied:
             torch.cat([each.view(-1) for each in gradients])
+        self._communicate_bucket(parts)
         for parameter in self._bucketed:
             if self._group_of[id(parameter)].is_own(parameter):
                 if self._settings.is_contiguous:
@@ -119,6 +128,21 @@ class PartitionedMemory(StageMemory):
                 parameter.grad = None
         self._bucketed.clear()
         self._elements = 0
+
+    def _communicate_bucket(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Note the reductions of the bucket, given the replicas that step its elements."""
+        settings, size = self._settings, self._groups[0].flat.element_size()
+        if not (settings.is_contiguous and settings.reduces_scattered):
+            self.communicate("all_reduce", size * self._elements, overlapped=settings.overlaps)
+            return
+        merged = [(replica, sum(number for _, number in some)) for replica, some in groupby(parts, itemgetter(0))]
+        by_replica: dict[int, list[int]] = {}
+        for replica, number in merged:
+            by_replica.setdefault(0 if settings.reduces_to_all else replica, []).append(number)
+        for numbers in by_replica.values():
+            for number in bucket_sizes(numbers, settings.reduce_bucket):
+                kind = "all_reduce" if settings.reduces_to_all else "reduce"
+                self.communicate(kind, size * number, overlapped=settings.overlaps)
 
     def _keep(self, parameter: nn.Parameter) -> None:
         """Move the reduced gradient of a parameter that this replica steps out of the bucket."""
@@ -140,6 +164,7 @@ class PartitionedMemory(StageMemory):
 
     @torch.no_grad()
     def step(self) -> None:
+        self._communicate_norms()
         for average in self._averages:
             for gradient in average:
                 torch.linalg.vector_norm(gradient.double())
@@ -150,3 +175,11 @@ class PartitionedMemory(StageMemory):
         self._optimizer.step()
         for group in self._groups:
             group.main.grad = None
+            self.communicate("all_gather", group.flat.nbytes)
+
+    def _communicate_norms(self) -> None:
+        for ranks in (self.replicas, self._model_parallel):
+            if self._settings.checks_overflow:
+                self.communicate("all_reduce", 1, ranks)
+            for _ in self._groups if self._settings.computes_norm else ():
+                self.communicate("all_reduce", 4, ranks)

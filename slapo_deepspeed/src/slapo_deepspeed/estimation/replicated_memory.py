@@ -10,6 +10,7 @@ from torch import nn
 from slapo_training import OptimizerFactory, StageMemory, initialized_optimizer
 
 from .flat_groups import flatten, state_tensors
+from .zero_settings import ZeroRanks
 
 _REDUCED_AT_ONCE = 500_000_000
 """Elements after which DeepSpeed reduces what it has flattened."""
@@ -21,9 +22,13 @@ class ReplicatedMemory(StageMemory):
     Args:
         module: The stage, with fake tensors.
         optimizer: Makes the optimizer.
+        ranks: Groups of ranks.
     """
 
-    def __init__(self, module: nn.Module, optimizer: OptimizerFactory) -> None:
+    repeats_blocks = True
+
+    def __init__(self, module: nn.Module, optimizer: OptimizerFactory, ranks: ZeroRanks) -> None:
+        super().__init__(ranks.replicas)
         self._trained = [each for each in module.parameters() if each.requires_grad]
         self._optimizer = initialized_optimizer(optimizer, self._trained)
 
@@ -41,10 +46,13 @@ class ReplicatedMemory(StageMemory):
                 parameter.grad = torch.zeros_like(parameter)
             bucket.append(parameter.grad)
             if sum(each.numel() for each in bucket) > _REDUCED_AT_ONCE:
-                flatten(bucket)
+                self._reduce_bucket(bucket)
                 bucket = []
         if bucket:
-            flatten(bucket)
+            self._reduce_bucket(bucket)
+
+    def _reduce_bucket(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.communicate("all_reduce", flatten(gradients).nbytes)
 
     def step(self) -> None:
         self._optimizer.step()

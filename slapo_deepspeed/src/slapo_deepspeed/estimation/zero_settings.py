@@ -37,6 +37,9 @@ class ZeroSettings(NamedTuple):
         max_reuse: Distance to the next use within which a parameter stays gathered.
         reduces_scattered: False if all ranks get all reduced gradients.
         sub_group: Elements of partitions that stage 3 steps at once.
+        reduces_to_all: False if each range of a bucket is reduced to the one replica that steps it.
+        checks_overflow: True if each step looks for gradients that are not finite.
+        computes_norm: True if each step computes the norm of the gradients.
     """
 
     stage: int
@@ -50,6 +53,9 @@ class ZeroSettings(NamedTuple):
     max_reuse: int = 1_000_000_000
     reduces_scattered: bool = True
     sub_group: int = 1_000_000_000
+    reduces_to_all: bool = True
+    checks_overflow: bool = False
+    computes_norm: bool = True
 
     @classmethod
     def of(cls, options: DeepSpeedOptions, is_pipeline: bool) -> ZeroSettings:
@@ -64,7 +70,12 @@ class ZeroSettings(NamedTuple):
                 raise BuildError(f"estimates leave out {key} of zero_optimization; leave it out of the config to estimate")
         if options.section("data_types").get("grad_accum_dtype") not in (None, "auto", options.settled_precision):
             raise BuildError("estimates leave out grad_accum_dtype; leave data_types out of the config to estimate")
+        precision = options.settled_precision
+        if options.given.get("communication_data_type") not in (None, precision):
+            raise BuildError("estimates leave out communication_data_type; leave it out of the config to estimate")
         stage = options.zero_stage
+        if precision == "fp16" and not stage:
+            raise BuildError("estimates leave out fp16 with stage 0 of ZeRO; use stage 1 in the config to estimate")
         overlaps = section.get("overlap_comm")
         names = {
             "reduce_bucket": "reduce_bucket_size",
@@ -76,8 +87,25 @@ class ZeroSettings(NamedTuple):
             "max_reuse": "stage3_max_reuse_distance",
             "reduces_scattered": "reduce_scatter",
             "sub_group": "sub_group_size",
+            "reduces_to_all": "use_multi_rank_bucket_allreduce",
+            "computes_norm": "compute_grad_norm",
         }
         given: dict[str, Any] = {name: section[key] for name, key in names.items() if section.get(key) is not None}
         given["overlaps"] = bool(stage == 3 if overlaps is None else overlaps) and not is_pipeline
+        checks = precision == "fp16" or (precision == "bf16" and stage < 3)
+        given["checks_overflow"] = checks and (precision == "fp16" or options.section("bf16").get("check_grad_overflow", True))
         kinds = {name: type(cls._field_defaults[name]) for name in given}
         return cls(stage, **{name: kinds[name](value) for name, value in given.items()})
+
+
+class ZeroRanks(NamedTuple):
+    """Global ranks of the groups in which ZeRO communicates.
+
+    Args:
+        replicas: Ranks that share weights and optimizer state.
+        model_parallel: Ranks over which norms and overflows are reduced further: those of the shards, with a pipeline also of
+            its stages.
+    """
+
+    replicas: tuple[int, ...]
+    model_parallel: tuple[int, ...]

@@ -21,30 +21,43 @@ class MegatronStageMemory(StageMemory):
         module: The stage, with fake tensors.
         options: Options of the dialect.
         optimizer: Makes the optimizer.
-        replicas: Number of data-parallel ranks.
+        replicas: Global ranks of the replicas.
         may_split: True for the first stage of the first rank along ``pp``, whose buffers may have several buckets.
     """
 
+    repeats_blocks = True
+
     def __init__(
-        self, module: nn.Module, options: MegatronOptions, optimizer: OptimizerFactory, replicas: int, may_split: bool
+        self,
+        module: nn.Module,
+        options: MegatronOptions,
+        optimizer: OptimizerFactory,
+        replicas: Sequence[int],
+        may_split: bool,
     ) -> None:
+        super().__init__(replicas)
+        number = len(replicas)
         self._is_sharded = options.distributed_optimizer
         settings = options.section("ddp")
-        size = bucket_size(settings, replicas, may_split)
+        self._overlaps = bool(settings.get("overlap_grad_reduce"))
+        size = bucket_size(settings, number, may_split)
         trained = [each for each in module.parameters() if each.requires_grad]
         self._buffers: list[torch.Tensor] = []
         self._main_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors that the optimizer steps, each with its range of a gradient buffer."""
+        self._buckets: list[tuple[int, torch.dtype, torch.dtype]] = []
+        """Elements of each bucket, with the types of its gradients and of its weights."""
         stepped: dict[int, nn.Parameter] = {}
-        for group, dtype, layout in buffer_layouts(trained, replicas, self._is_sharded, settings, size):
+        for group, dtype, layout in buffer_layouts(trained, number, self._is_sharded, settings, size):
             gradients = group[0].new_empty(layout.numel, dtype=dtype)
             self._buffers.append(gradients)
+            self._buckets += [(each.stop - each.start, dtype, group[0].dtype) for each in layout.buckets]
             weights = self._flatten(module, group, layout) if self._is_sharded else {id(each): each for each in group}
             for old in group:
                 parameter, start = weights[id(old)], layout.starts[id(old)]
                 gradient = gradients.narrow(0, start, old.numel())
                 _accumulate_into(parameter, gradient.view(old.shape))
-                own = layout.local_range(old, 0, replicas) if self._is_sharded else (0, old.numel())
+                own = layout.local_range(old, 0, number) if self._is_sharded else (0, old.numel())
                 if own[0] < own[1]:
                     stepped[id(old)] = main = self._main(parameter, own)
                     self._main_grads.append((main, gradient[slice(*own)].view(main.shape)))
@@ -72,9 +85,16 @@ class MegatronStageMemory(StageMemory):
         for main, _ in self._main_grads:
             main.grad = None
 
+    def end_backward(self, is_last: bool) -> None:
+        kind = "reduce_scatter" if self._is_sharded else "all_reduce"
+        for number, dtype, _ in self._buckets if is_last else ():
+            self.communicate(kind, number * dtype.itemsize, overlapped=self._overlaps)
+
     def step(self) -> None:
         self._put_gradients()
         self._state.step()
+        for number, _, dtype in self._buckets if self._is_sharded else ():
+            self.communicate("all_gather", number * dtype.itemsize)
 
     def _put_gradients(self) -> None:
         for main, gradient in self._main_grads:

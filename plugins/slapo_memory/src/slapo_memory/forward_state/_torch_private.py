@@ -72,3 +72,8 @@ def completed_work(collective: Any, args: tuple[Any, ...]) -> Any:
     work = FakeWork().boxed()
     returned = [str(value.type) for value in collective._schema.returns]
     return work if len(returned) == 1 else (args[0], work)
+
+
+def has_fake_mode() -> bool:
+    """Return whether a ``FakeTensorMode`` is active, whose tensors have no numbers."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -17,7 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core import ScheduleError
 from slapo_tracing.nodes import forward_wrappers
 
-from ..forward_state._torch_private import exclude_from_compilation, has_function_mode, no_modes, runs_eagerly
+from ..forward_state._torch_private import exclude_from_compilation, has_fake_mode, has_function_mode, no_modes, runs_eagerly
 from ..forward_state.arguments import Arguments
 from ..forward_state.module_state import ForwardState, version_of
 from ..forward_state.random_state import RandomState
@@ -88,7 +88,7 @@ class CheckpointWrapper:
         options: dict[str, Any] = {"preserve_rng_state": region.leaves_random_states_to_torch}
         if contexts is not None:
             options["context_fn"] = contexts
-        if self not in _verified_wrappers and not _partitioned_by_zero(found):
+        if not (self in _verified_wrappers or has_fake_mode() or _partitioned_by_zero(found)):
             region.compare = self._compare
             options["early_stop"] = False  # the comparison needs the result
         offloaded = find_offload(call)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from slapo_training import MemoryRules, PipelineAction
+from slapo_training import MemoryRules, MessageSizes, PipelineAction
 
 from ..measurement.stage_record import StageRecord
 from ..recording.segments import PassRecord
@@ -36,10 +35,16 @@ def engine_rank_memory(
     held = sum(kinds.values())
     step.now["gradients"] -= sum(each.freed for each in stages)
     step.now["messages"] -= kept * (kept_losses > 0)  # the loss of a micro-batch takes the place of an earlier one
-    for action in order:
+    sizes = {index: MessageSizes(each.received, each.sent, each.sent_back) for index, each in records.items()}
+    messages = rules.messages(order, sizes) if rules.messages is not None else [0] * len(order)
+    for action, nbytes in zip(order, messages, strict=True):
         stage = f", stage {action.stage}" if len(records) > 1 else ""
+        if rules.messages is not None:
+            step.now["messages"] = kinds["messages"] + nbytes
         step.run(action, records[action.stage], f"micro-batch {action.microbatch}{stage}")
-    step.peak(max((each.step.peak for each in stages if each.step is not None), default=0), "optimizer step")
+    if rules.messages is not None:
+        step.now["messages"] = kinds["messages"]
+    step.peak(PassRecord.join(each.step for each in stages if each.step is not None).peak, "optimizer step")
     return RankMemory(step.best[1], step.best[2], held)
 
 
@@ -49,7 +54,6 @@ class _EngineStep:
     def __init__(self, held: dict[str, int], rules: MemoryRules, microbatches: int) -> None:
         self.now, self._rules, self._microbatches = dict(held), rules, microbatches
         self.best: tuple[int, dict[str, int], str] = (-1, {}, "")
-        self._backwards: Counter[int] = Counter()
         self._sent_back = 0
 
     def peak(self, working: int, when: str) -> None:
@@ -59,23 +63,17 @@ class _EngineStep:
 
     def run(self, action: PipelineAction, record: StageRecord, name: str) -> None:
         received = record.received * self._rules.holds_received
+        forward, backward = (record.pass_of(kind, action.microbatch, self._microbatches) for kind in "FB")
         if action.kind == "F":
             self.now["messages"] += received
-            self.peak(record.forward.peak, f"forward of {name}")
-            self.now["activations"] += record.forward.change
+            self.peak(forward.peak, f"forward of {name}")
+            self.now["activations"] += forward.change
             return
-        backward = self._backward(action.stage, record)
         has_messages = self._rules.holds_received and not self._rules.fixed_buffers
         self.peak(backward.peak + record.sent * has_messages, f"backward of {name}")
-        self.now["gradients"] += backward.change + record.forward.change
-        self.now["activations"] -= record.forward.change
+        self.now["gradients"] += backward.change + forward.change
+        self.now["activations"] -= forward.change
         self.now["messages"] -= received
         if has_messages:  # the gradient that was sent last
             self.now["messages"] += record.sent_back - self._sent_back
             self._sent_back = record.sent_back
-
-    def _backward(self, stage: int, record: StageRecord) -> PassRecord:
-        self._backwards[stage] += 1
-        if self._backwards[stage] == self._microbatches and record.last_backward is not None:
-            return record.last_backward
-        return record.first_backward if self._backwards[stage] == 1 else record.next_backward

@@ -21,7 +21,6 @@ from ..measurement.stage_record import StageRecord
 from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord
 from .engine_rank_memory import engine_rank_memory
-from .optimizer_parts import WHOLE_TENSORS, updates_parts
 from .process_groups import MeshGroups
 from .rank_memory import RankPlaces, rank_memory
 from .rank_work import model_flops, rank_collectives, rank_flops
@@ -100,17 +99,14 @@ def estimate(
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
         others[rank] = model.collectives(program, options, rank, facts)
         collectives += traffic.add(rank, rank_collectives(own, order[rank], others[rank]))
-    notes = [*dict.fromkeys([*(note for each in records for note in each.notes), *traffic.notes()])]
-    has_parts = layout["tp"] > 1 or (layout["dp"] > 1 and options.get("data_parallel") == "fsdp")
-    if has_parts and optimizer is not None and not updates_parts(optimizer):
-        notes.append(WHOLE_TENSORS)
+    notes = [*(note for each in records for note in each.notes), *model.notes(program, options), *traffic.notes()]
     found = Estimate(
         **about,
         ranks=ranks,
         collectives=collectives,
         links=traffic.links(),
         traffic=traffic.matrix(),
-        notes=notes,
+        notes=[*dict.fromkeys(notes)],
         model_flops=model_flops(program, records, order),
     )
     if cluster is None:

@@ -20,8 +20,9 @@ def rank_flops(records: Mapping[int, StageRecord], order: Sequence[PipelineActio
 def rank_collectives(
     records: Mapping[int, StageRecord], order: Sequence[PipelineAction], others: Sequence[CollectiveRecord]
 ) -> Counter[CollectiveRecord]:
-    """Return the number of each collective of a rank: those within its stages, and ``others``."""
-    found = Counter(others)
+    """Return the number of each collective of a rank: those of its stages and their optimizer, and ``others``."""
+    steps = (each.step.work for each in records.values() if each.step is not None)
+    found = Counter([*others, *(each for work in steps for each in work if isinstance(each, CollectiveRecord))])
     for work, count in _passes(records, order):
         for each, times in Counter(each for each in work if isinstance(each, CollectiveRecord)).items():
             found[each] += times * count
@@ -41,12 +42,8 @@ def _flops(work: Sequence[Work]) -> int:
 
 def _passes(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> Iterator[tuple[Sequence[Work], int]]:
     """Yield the work of each pass of a rank, and how often it runs."""
-    for (kind, index), count in Counter((kind, index) for kind, index, _ in order).items():
-        record = records[index]
-        if kind == "F":
-            yield record.forward.work, count
-        elif kind == "W":
-            yield record.next_weights.work, count
-        else:
-            split = record.inputs_backward
-            yield (record.next_backward.work if kind == "B" or split is None else split.work), count
+    microbatches = 1 + max((each.microbatch for each in order), default=0)
+    passes = [records[stage].pass_of(kind, microbatch, microbatches) for kind, stage, microbatch in order]
+    known = {id(each): each for each in passes}
+    for number, count in Counter(map(id, passes)).items():
+        yield known[number].work, count

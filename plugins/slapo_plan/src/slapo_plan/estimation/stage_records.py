@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..measurement.graph_signature import graph_signature
 from ..measurement.model_errors import NEEDS_VALUES
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
+from ..recording.segments import PassRecord
 from ..recording.storage_tracker import storage_bytes
 
 _MOST_BYTES_WITH_VALUES = 2**28
@@ -56,7 +58,7 @@ def stage_records(
         split: Indices of the stages whose backwards are split in two.
         microbatches: Number of micro-batches of a step.
     """
-    engine = runner.memory(optimizer)
+    engines = runner.memories(optimizer)
 
     def record(index: int, note: str = "") -> StageRecord:
         """Run a stage; with a note on real tensors."""
@@ -65,15 +67,17 @@ def stage_records(
             return runner.run(program, index, received, dict(arguments))
 
         stage = program.stages[index]
-        if engine is not None:
-            return run_engine_stage(stage, part, forward, engine, microbatches)
+        if engines:
+            replicas = [run_engine_stage(stage, part, forward, each, microbatches) for each in engines]
+            return max(replicas, key=_peak_of_replica)
         can_run_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
         if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
             note = note or _LSTM
+        whole = partial(runner.whole_tensors, program, index)
 
         def run(most_values: int | None, trims: bool) -> StageRecord:
-            held = runner.parameters(program, index)
-            found = run_stage(stage, part, forward, optimizer, held, index in split, most_values, trims, with_values=bool(note))
+            held, how = runner.parameters(program, index), (most_values, trims, bool(note))
+            found = run_stage(stage, part, forward, optimizer, held, index in split, *how, whole)
             return replace(found, notes=(note,) if note else ())
 
         try:
@@ -112,6 +116,12 @@ def _records_of_equal(equal: list[int], record: Callable[[int], StageRecord]) ->
     if ends[equal[0]] != ends[equal[-1]]:
         return ends | {index: record(index) for index in equal[1:-1]}
     return dict.fromkeys(equal, ends[equal[0]])
+
+
+def _peak_of_replica(record: StageRecord) -> int:
+    """Return the most bytes beyond the parameters if micro-batches run one after the other."""
+    passes = [each for microbatch in record.microbatches for each in microbatch]
+    return sum(record.held.values()) + PassRecord.join([*passes, *([record.step] if record.step is not None else [])]).peak
 
 
 def _signature(stage: Stage) -> Hashable:

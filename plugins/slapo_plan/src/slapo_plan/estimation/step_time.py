@@ -42,22 +42,31 @@ def step_time(
     reductions, fixed = {}, 0.0
     for rank in order:
         own = [index for index in range(stages) if program.rank_of(index) == rank]
+        ends = sum(_end_of_step(records[index], busy) for index in own)
         waits = [each for each in others[rank] if each.kind != "send"]
-        reductions[own[0]] = sum(collective_seconds(each, busy) for each in waits if each.overlapped)
+        reductions[own[0]] = ends + sum(collective_seconds(each, busy) for each in waits if each.overlapped)
         single = sum(collective_seconds(each, busy) for each in waits if not each.overlapped)
         around = sum(_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
         fixed = max(fixed, single + around)
     costs = StepCosts(
-        actions={key: _seconds(part, busy) for index, each in enumerate(records) for key, part in _passes(index, each)},
+        actions={
+            key: _seconds(part, busy) for index, each in enumerate(records) for key, part in _passes(index, each, microbatches)
+        },
         messages=_messages(program, records, busy),
         message_mode=model.message_mode(options, stages, ranks, microbatches),
         reductions=reductions,
-        overlapped_reductions=model.overlaps_reduction(options, stages, ranks) and busy.overlaps,
+        overlapped_reductions=not any(each.microbatches for each in records)
+        and model.overlaps_reduction(options, stages, ranks)
+        and busy.overlaps,
         buckets={
             index: max(1, len([each for each in others[program.rank_of(index)] if each.overlapped])) for index in reductions
         },
         optimizer={
-            rank: sum(_seconds(each.optimizer, busy) for index, each in enumerate(records) if program.rank_of(index) == rank)
+            rank: sum(
+                _seconds(each.step or each.optimizer, busy)
+                for index, each in enumerate(records)
+                if program.rank_of(index) == rank
+            )
             for rank in order
         },
         fixed=fixed,
@@ -65,11 +74,20 @@ def step_time(
     return simulate_step(order, costs)
 
 
-def _passes(index: int, record: StageRecord) -> list[tuple[tuple[int, str], PassRecord]]:
-    inputs = record.inputs_backward or record.next_backward
-    weights = record.next_weights if record.inputs_backward is not None else PassRecord()
-    parts = {"F": record.forward, "B": record.next_backward, "I": inputs, "W": weights}
-    return [((index, kind), part) for kind, part in parts.items()]
+def _passes(index: int, record: StageRecord, microbatches: int) -> list[tuple[tuple[int, str], PassRecord]]:
+    """Return the passes of a micro-batch before the last one, if there are several."""
+    number = min(1, max(0, microbatches - 2))
+    kinds = ("F", "B", "I", "W") if record.inputs_backward is not None else ("F", "B", "I")
+    found = [((index, kind), record.pass_of(kind, number, microbatches)) for kind in kinds]
+    return found if record.inputs_backward is not None else [*found, ((index, "W"), PassRecord())]
+
+
+def _end_of_step(record: StageRecord, hardware: Hardware) -> float:
+    """Return the seconds by which the last backward of a step takes longer, e.g. to reduce all gradients."""
+    if len(record.microbatches) < 2:
+        return 0.0
+    before, last = (_seconds(record.microbatches[place][1], hardware) for place in (-2, -1))
+    return max(0.0, last - before)
 
 
 def _seconds(part: PassRecord, hardware: Hardware) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of a fake tensor whose values are read: by ``item()``, or by an operator whose result has a shape that they decide."""

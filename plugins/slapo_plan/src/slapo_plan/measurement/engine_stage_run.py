@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from slapo_tracing.recording import Sandbox
 from slapo_training import StageMemory
 
 from ..recording.run_recorder import RunRecorder
-from ..recording.segments import PassRecord
+from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks
 from ..recording.storage_tracker import storage_bytes
+from ..records import CollectiveRecord
+from .repeated_blocks import BlockRun, block_runs, trimmed_runs
 from .stage_record import StageRecord
 from .stage_run import StageForward
 
@@ -28,7 +31,8 @@ def run_engine_stage(
 ) -> StageRecord:
     """Run a step of a stage on fake tensors; the model does not change.
 
-    Of many micro-batches the first two and the last run. Repeated blocks all run, since flat tensors and buckets span them.
+    Of many micro-batches the first two and the last run. Equal blocks all run if the engine's work depends on the order of
+    gradients, as buckets span the blocks.
 
     Args:
         stage: The stage; its weights may be on meta.
@@ -37,9 +41,14 @@ def run_engine_stage(
         engine: Makes the engine's own tensors.
         microbatches: Number of micro-batches of a step.
     """
+    runs = block_runs(stage.module)
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
-        return _EngineRun(stage, part, forward, sandbox, engine(stage.module)).record(min(microbatches, 3))
+        memory = engine(stage.module)
+        everything = _EngineRun(stage, part, forward, sandbox, memory)
+        with trimmed_runs(runs if memory.repeats_blocks else []):
+            everything.bind_blocks(runs if memory.repeats_blocks else [])
+            return everything.record(min(microbatches, 3))
 
 
 class _EngineRun:
@@ -52,7 +61,19 @@ class _EngineRun:
         if memory.owns_parameters:
             self.recorder.memory.ignore(self.parameters)
         self.recorder.memory.add([self.parameters, [*stage.module.buffers()], [*part.values()]])
+        self.marks = SegmentMarks(self.recorder, {})
+        self.repeated: list[RepeatedBlocks] = []
+        self.dropped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.received = self.sent = self.sent_back = 0
+
+    def bind_blocks(self, runs: list[BlockRun]) -> None:
+        """Take the blocks that run, and the parameters of those that do not, each with the one that stands for it."""
+        paths = {id(module): path for path, module in self.stage.module.named_modules()}
+        self.repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
+        for run in runs:
+            for block, measured in zip(run.dropped_blocks, cycle(run.measured)):
+                self.dropped += zip(block.parameters(), measured.parameters(), strict=True)
+        self.marks = SegmentMarks(self.recorder, {paths[id(block)]: block for run in runs for block in run.kept_blocks})
 
     def record(self, count: int) -> StageRecord:
         memory = self.memory
@@ -62,6 +83,7 @@ class _EngineRun:
         if memory.records_order:
             self._run_microbatch(is_last=False)
             memory.end_recording()
+        memory.collectives.clear()
         passes = [self._run_microbatch(is_last=index + 1 == count) for index in range(count)]
         with self.recorder:
             step = self._measure(memory.step)
@@ -83,7 +105,7 @@ class _EngineRun:
             buffers=storage_bytes(self.stage.module.buffers()),
             gradients=0,
             numbers=sum(each.numel() for each in self.parameters),
-            last_backward=passes[-1][1],
+            microbatches=tuple(passes),
             step=step,
             held=held,
             freed=-begin.change,
@@ -100,7 +122,7 @@ class _EngineRun:
         self.received = storage_bytes(received)
         made: list[Any] = []
         with self.recorder:
-            forward = self._measure(lambda: made.append(self.forward(received, self.part)))
+            forward = self._measure_blocks(lambda: made.append(self.forward(received, self.part)))
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             trained = [each for each in outputs if each.requires_grad]
             gradients: list[torch.Tensor] | None = None
@@ -109,20 +131,37 @@ class _EngineRun:
                 gradients = [torch.empty_like(each) for each in trained]
             del outputs
             made.clear()
-            backward = self._measure(lambda: self._run_backward(trained, gradients, is_last))
+            self.memory.begin_backward(is_last)
+            backward = self._measure_blocks(lambda: self._run_backward(trained, gradients))
+            self._add_dropped_gradients()
+            backward = PassRecord.join([backward, self._measure(lambda: self.memory.end_backward(is_last))])
         self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
         return forward, PassRecord(backward.peak, backward.change - self.sent_back, backward.work)
 
-    def _run_backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, is_last: bool) -> None:
-        self.memory.begin_backward(is_last)
+    def _run_backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None) -> None:
         if outputs:
             torch.autograd.backward(outputs, gradients)
         outputs.clear()
-        self.memory.end_backward(is_last)
+
+    def _add_dropped_gradients(self) -> None:
+        """Allocate the gradients of blocks that did not run, which the record of the one that stands for them counts."""
+        for parameter, measured in self.dropped:
+            if measured.grad is not None and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
 
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
+
+    def _measure_blocks(self, run: Callable[[], Any]) -> PassRecord:
+        with self.marks:
+            found = self.marks.measure(run).whole(self.repeated)
+        return PassRecord(found.peak, found.change, (*found.work, *self._take_collectives()))
+
+    def _take_collectives(self) -> tuple[CollectiveRecord, ...]:
+        collectives = tuple(self.memory.collectives)
+        self.memory.collectives.clear()
+        return collectives
 
     def _measure(self, run: Callable[[], Any]) -> PassRecord:
         memory = self.recorder.memory
@@ -130,4 +169,5 @@ class _EngineRun:
         memory.begin_segment()
         self.recorder.take_work()
         run()
-        return PassRecord(memory.peak - before, memory.live - before, self.recorder.take_work())
+        work = (*self.recorder.take_work(), *self._take_collectives())
+        return PassRecord(memory.peak - before, memory.live - before, work)

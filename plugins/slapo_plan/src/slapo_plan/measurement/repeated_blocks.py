@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from slapo_tracing.nodes import module_signature
 
+from ..recording.segments import RepeatedBlocks
 from .traced_blocks import PassThrough, block_chains
 
 KEPT = 3
@@ -58,6 +59,23 @@ class BlockRun:
         first = self.length * _num_first(self.ahead, self.length)
         is_short = len(self.names) <= first + self.length
         return self.names if is_short else (*self.names[:first], *self.names[-self.length :])
+
+    @property
+    def kept_blocks(self) -> list[nn.Module]:
+        """Blocks that are measured."""
+        kept = set(self.kept)
+        return [block for name, block in zip(self.names, self.blocks, strict=True) if name in kept]
+
+    def repeated_blocks(self, paths: Mapping[int, str]) -> RepeatedBlocks:
+        """Return how often the measured pattern runs, by the path of each module (by id)."""
+        measured, first = (tuple(paths[id(block)] for block in blocks) for blocks in (self.measured, self.first))
+        return RepeatedBlocks(measured, first, self.num_dropped)
+
+    @property
+    def dropped_blocks(self) -> list[nn.Module]:
+        """Blocks that are not measured."""
+        kept = set(self.kept)
+        return [block for name, block in zip(self.names, self.blocks, strict=True) if name not in kept]
 
     @property
     def num_dropped(self) -> int:

@@ -33,7 +33,8 @@ class StageRecord:
         numbers: Number of elements of parameters between steps.
         arrivals: Gradients of parameters in the order in which a backward finishes them, then those of unused parameters.
         unused: Number of trainable parameters without a gradient.
-        last_backward: With an engine's own tensors: the backward of a step's last micro-batch, and the reductions behind it.
+        microbatches: With an engine's own tensors: forward and backward of the first micro-batch of a step, of one between,
+            and of the last one with the reductions behind it; a step of fewer has fewer.
         step: With these: a step of the optimizer, whose state exists; ``optimizer`` and ``gradients`` are then empty.
         held: Bytes of these tensors between steps, by kind.
         freed: Bytes of them that are freed as a step begins.
@@ -60,13 +61,30 @@ class StageRecord:
     numbers: int
     arrivals: tuple[GradientSize, ...] = ()
     unused: int = 0
-    last_backward: PassRecord | None = None
+    microbatches: tuple[tuple[PassRecord, PassRecord], ...] = ()
     step: PassRecord | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     freed: int = 0
     kept: int = 0
     awaited: int = 0
     notes: tuple[str, ...] = ()
+
+    def pass_of(self, kind: str, microbatch: int, count: int) -> PassRecord:
+        """Return the record of a pass whose gradients exist, unless the engine has its own.
+
+        Args:
+            kind: Kind of the ``PipelineAction``.
+            microbatch: Index of the micro-batch.
+            count: Number of micro-batches of the step.
+        """
+        if self.microbatches:
+            number = -1 if microbatch + 1 == count else min(microbatch, 1)
+            return self.microbatches[number][kind != "F"]
+        if kind == "F":
+            return self.forward
+        if kind == "W":
+            return self.next_weights
+        return self.next_backward if kind == "B" or self.inputs_backward is None else self.inputs_backward
 
     @property
     def gradient_growth(self) -> int:

@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 from slapo_core import Boundary, ScheduleError, Stage, failure_reason
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageParameters
+from slapo_training.optimizers import FakeWholeTensors
 
 from ..recording.run_recorder import RunRecorder
-from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segments
+from ..recording.segments import PassRecord, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
+from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals
 from .repeated_blocks import LONGEST_PATTERN, BlockRun, block_runs, trimmed_runs
 from .split_backward import SplitBackward
@@ -39,6 +41,7 @@ def run_stage(
     most_values: int | None = None,
     trims: bool = True,
     with_values: bool = False,
+    whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None] = lambda optimizer: None,
 ) -> StageRecord:
     """Run two micro-batches through a stage on fake tensors, and one step of the optimizer; the model does not change.
 
@@ -54,6 +57,7 @@ def run_stage(
         most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
         trims: False to run all blocks, for a model that does not run without some.
         with_values: True to run on real copies of the weights, random ones in place of those on meta.
+        whole_tensors: Makes the step of an optimizer that steps whole tensors; None for any other optimizer.
     """
     held = parameters or StageParameters()
     is_trimmed = trims and held.units_ahead is not None
@@ -67,9 +71,31 @@ def run_stage(
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
             run = _StageRun(stage, part, forward, sandbox, runs, held)
             try:
-                return run.record(optimizer, splits, *sizes)
+                record = run.record(optimizer, splits, *sizes)
             finally:
                 held.close()
+    whole = whole_step_record(optimizer, whole_tensors) if optimizer is not None else None
+    return record if whole is None else replace(record, optimizer=whole)
+
+
+def whole_step_record(
+    optimizer: OptimizerFactory, whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None]
+) -> PassRecord | None:
+    """Return the record of a step of an optimizer that steps whole tensors; None for any other optimizer.
+
+    It allocates the state, as a first step, and has the peak of a later one, which gathers tensors while the state exists.
+    """
+    recorder = RunRecorder()
+    recorder.answers = True
+    whole = whole_tensors(optimizer)
+    if whole is None:
+        return None
+    with FakeTensorMode():
+        whole.prepare()
+        with recorder:
+            marks = SegmentMarks(recorder, {})
+            first, later = (marks.measure(whole.step).whole() for _ in range(2))
+    return PassRecord(first.change + later.peak, first.change, later.work)
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
@@ -114,13 +140,8 @@ class _StageRun:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
         paths = {id(module): path for path, module in stage.module.named_modules()}
-        kept = (block for run in runs for name, block in zip(run.names, run.blocks, strict=True) if name in run.kept)
-        blocks = {paths[id(block)]: block for block in kept}
-        self.repeated = [
-            RepeatedBlocks(_paths_of(run.measured, paths), _paths_of(run.first, paths), run.num_dropped)
-            for run in runs
-            if run.num_dropped
-        ]
+        blocks = {paths[id(block)]: block for run in runs for block in run.kept_blocks}
+        self.repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
         ids = [{id(own) for path in each.paths for own in blocks[path].parameters()} for each in self.repeated]
         self.arrivals = GradientArrivals([*stage.module.parameters()], ids, [each.times for each in self.repeated])
         self.parameters = parameters
@@ -258,7 +279,3 @@ class _StageRun:
 
 def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:
     return storage_bytes(each.grad for each in parameters if each.grad is not None)
-
-
-def _paths_of(blocks: Sequence[nn.Module], paths: Mapping[int, str]) -> tuple[str, ...]:
-    return tuple(paths[id(block)] for block in blocks)

@@ -83,6 +83,8 @@ class Segments:
     def whole(self, repeated: Sequence[RepeatedBlocks] = ()) -> PassRecord:
         """Return the record of the whole pass.
 
+        What runs between a block and the next one is repeated with it, e.g. the end of a variable that held its input.
+
         Args:
             repeated: Blocks that run further times than they were measured.
         """

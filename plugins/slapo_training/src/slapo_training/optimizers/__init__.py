@@ -8,18 +8,22 @@ the same local parameters leaves. It imports ``slapo_core`` and ``slapo_training
 
 from . import whole_tensor_checkpoint
 from .construction import OptimizerConstruction, adopt_optimizer, lr_scheduler_class, make_on_all_ranks
+from .fake_whole_tensors import FakeWholeTensors, SplitTensor, update_dependence
 from .named_optimizers import NamedOptimizer, named_optimizers
 from .whole_tensor_construction import ParameterLayout
 from .whole_tensor_optimizer import WholeTensorOptimizer
 
 __all__ = [
+    "FakeWholeTensors",
     "ParameterLayout",
     "NamedOptimizer",
     "OptimizerConstruction",
+    "SplitTensor",
     "WholeTensorOptimizer",
     "adopt_optimizer",
     "make_on_all_ranks",
     "named_optimizers",
     "lr_scheduler_class",
+    "update_dependence",
     "whole_tensor_checkpoint",
 ]

@@ -18,9 +18,9 @@ from .whole_tensor import WholeTensor
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Index of a whole tensor, and offset and shape of a box in it."""
 
-_BUCKET = 2**24
+BUCKET = 2**24
 """Number of elements of the whole tensors in one bucket."""
-_IN_FLIGHT = 3
+IN_FLIGHT = 3
 """Number of buckets in memory at the same time."""
 
 
@@ -127,7 +127,7 @@ class OwnerExchange:
             is_other = bool(found) and self._kind(found[-1][0]) != self._kind(number)
             if size > left or is_other:
                 found.append([])
-                left = _BUCKET
+                left = BUCKET
             found[-1].append(number)
             left -= size
         return [tuple(each) for each in found]
@@ -242,7 +242,7 @@ class OwnerExchange:
         waiting: deque[tuple[_Route, torch.Tensor, dist.Work | None]] = deque()
         for route in routes:
             waiting.append(post(route))
-            if len(waiting) == _IN_FLIGHT:
+            if len(waiting) == IN_FLIGHT:
                 yield waiting.popleft()
         yield from waiting
 
