@@ -39,3 +39,13 @@ def test_every_family_in_every_layout(name: str, layout: str) -> None:
         wrong = [each for each in report.differences if not (name == "phi" and "k_proj.bias" in each.what)]  # partly 0: noise
         assert report.ok or not wrong, report
         assert report.compared["gradients"]
+
+
+CAUSAL = ("llama", "gpt2", "gemma2", "gpt_neox", "gpt_oss", "mixtral", "phi3", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CAUSAL])
+def test_kernels_and_a_loss_of_sharded_logits(name: str) -> None:
+    for report in run_as_threads(lambda: verified(name, {"tp": 2}, kernels=True, parallel_loss=True), 2):
+        assert report.ok, report
+        assert report.compared["gradients"]

@@ -63,6 +63,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {"pipeline_cuts": [0]}, r"pipeline_cuts is \[0\]; give 2 lists of numbers"),
     ("wideresnet", {"pipeline_cuts": [0]}, r"pipeline_cuts is \[0\]; give 4 lists of numbers"),
     ("wideresnet", {"sequence_parallel": True}, r"sequence_parallel=True cannot be served, as images have no sequence"),
+    ("wideresnet", {"parallel_loss": True}, r"parallel_loss=True cannot be served, as its head is whole on every rank"),
+    ("gpt2", {"parallel_loss": True, "tensor_parallel": False}, r"parallel_loss=True needs tensor_parallel; leave tensor_"),
     ("wideresnet", {"attn_op_name": "cuda"}, r"attn_op_name='cuda' cannot be served, as a residual network has no attention"),
 ]
 
@@ -291,3 +293,17 @@ def test_a_classic_script_without_example_inputs(target: str) -> None:
     ids = torch.arange(5, 37).view(4, 8)
     expected = loss_of(CASES["gpt2"].model()(ids), ids).item()
     assert run_distributed(classic, 2, target) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (["layer_nrom"], r"use_kernels\(''\): no kernel 'layer_nrom'; did you mean 'layer_norm'"),
+        ("swiglu", r"use_kernels\(''\): nothing from here down computes 'swiglu'"),
+    ],
+)
+def test_kernels_that_are_named_are_found_or_refused(kernels: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        apply_schedule(CASES["gpt2"].model(), kernels=kernels)
+    sch = apply_schedule(CASES["gpt2"].model(), kernels="bias_act", disable_fuse_bias_gelu=False)
+    assert [step.partition("(")[0] for step in steps(sch)] == ["sch.use_kernels"]
