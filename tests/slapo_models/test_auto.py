@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from slapo_core import ScheduleError
 from slapo_models import apply_schedule
 from slapo_verify import Report, run_as_threads, verify
+from tests.slapo_models.cases import CASES
 from tests.slapo_models.family_models import NAMES, family_model
 from tests.slapo_torch.layouts import mesh_of
 
@@ -49,3 +51,17 @@ def test_kernels_and_a_loss_of_sharded_logits(name: str) -> None:
     for report in run_as_threads(lambda: verified(name, {"tp": 2}, kernels=True, parallel_loss=True), 2):
         assert report.ok, report
         assert report.compared["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (["layer_nrom"], r"use_kernels\(''\): no kernel 'layer_nrom'; did you mean 'layer_norm'"),
+        ("swiglu", r"use_kernels\(''\): nothing from here down computes 'swiglu'"),
+    ],
+)
+def test_kernels_that_are_named_are_found_or_refused(kernels: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        apply_schedule(CASES["gpt2"].model(), kernels=kernels)
+    sch = apply_schedule(CASES["gpt2"].model(), kernels="bias_act", disable_fuse_bias_gelu=False)
+    assert [step.partition("(")[0] for step in map(str, sch.journal)] == ["sch.use_kernels"]

@@ -293,17 +293,3 @@ def test_a_classic_script_without_example_inputs(target: str) -> None:
     ids = torch.arange(5, 37).view(4, 8)
     expected = loss_of(CASES["gpt2"].model()(ids), ids).item()
     assert run_distributed(classic, 2, target) == pytest.approx([expected] * 2, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "message"),
-    [
-        (["layer_nrom"], r"use_kernels\(''\): no kernel 'layer_nrom'; did you mean 'layer_norm'"),
-        ("swiglu", r"use_kernels\(''\): nothing from here down computes 'swiglu'"),
-    ],
-)
-def test_kernels_that_are_named_are_found_or_refused(kernels: Any, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        apply_schedule(CASES["gpt2"].model(), kernels=kernels)
-    sch = apply_schedule(CASES["gpt2"].model(), kernels="bias_act", disable_fuse_bias_gelu=False)
-    assert [step.partition("(")[0] for step in steps(sch)] == ["sch.use_kernels"]
