@@ -37,7 +37,10 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32, "word_embed_proj_dim": 4096},
     ),
     "roberta": ("AutoModelForMaskedLM", {**_BERT, "vocab_size": 50265, "max_position_embeddings": LENGTH + 2}),
-    "t5": ("AutoModelForSeq2SeqLM", {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_decoder_layers": LAYERS}),
+    "t5": (
+        "AutoModelForSeq2SeqLM",
+        {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_decoder_layers": LAYERS, "decoder_start_token_id": 0},
+    ),
 }
 """Head and sizes of the classic families, without those of depth."""
 TODAY = (
