@@ -124,7 +124,8 @@ def _row_maxima(values: torch.Tensor, width: int, group: collectives.Group, same
     highest = values.amax(-1) if values.shape[-1] else values.new_full(values.shape[:-1], -torch.inf)
     highest = highest.to(torch.promote_types(values.dtype, torch.float32))
     all_highest = collectives.max_over_ranks(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
-    if same and not torch.compiler.is_compiling() and bool(all_highest[-2] != -all_highest[-1]):
+    is_checked = same and not torch.compiler.is_compiling() and has_values(all_highest)
+    if is_checked and bool(all_highest[-2] != -all_highest[-1]):
         most, fewest = int(all_highest[-2]), -int(all_highest[-1])
         raise ValueError(f"the ranks have from {fewest} to {most} columns; give vocab_size=, the size of the whole vocabulary")
     return all_highest[:-2].view_as(highest)
