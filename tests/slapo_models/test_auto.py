@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from slapo_core import ScheduleError
 from slapo_models import apply_schedule
 from slapo_verify import Report, run_as_threads, verify
+from tests.slapo_models.cases import CASES
 from tests.slapo_models.family_models import NAMES, family_model
 from tests.slapo_torch.layouts import mesh_of
 
@@ -39,3 +41,27 @@ def test_every_family_in_every_layout(name: str, layout: str) -> None:
         wrong = [each for each in report.differences if not (name == "phi" and "k_proj.bias" in each.what)]  # partly 0: noise
         assert report.ok or not wrong, report
         assert report.compared["gradients"]
+
+
+CAUSAL = ("llama", "gpt2", "gemma2", "gpt_neox", "gpt_oss", "mixtral", "phi3", "qwen3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CAUSAL])
+def test_kernels_and_a_loss_of_sharded_logits(name: str) -> None:
+    for report in run_as_threads(lambda: verified(name, {"tp": 2}, kernels=True, parallel_loss=True), 2):
+        assert report.ok, report
+        assert report.compared["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (["layer_nrom"], r"use_kernels\(''\): no kernel 'layer_nrom'; did you mean 'layer_norm'"),
+        ("swiglu", r"use_kernels\(''\): nothing from here down computes 'swiglu'"),
+    ],
+)
+def test_kernels_that_are_named_are_found_or_refused(kernels: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        apply_schedule(CASES["gpt2"].model(), kernels=kernels)
+    sch = apply_schedule(CASES["gpt2"].model(), kernels="bias_act", disable_fuse_bias_gelu=False)
+    assert [step.partition("(")[0] for step in map(str, sch.journal)] == ["sch.use_kernels"]

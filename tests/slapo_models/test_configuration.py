@@ -63,6 +63,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {"pipeline_cuts": [0]}, r"pipeline_cuts is \[0\]; give 2 lists of numbers"),
     ("wideresnet", {"pipeline_cuts": [0]}, r"pipeline_cuts is \[0\]; give 4 lists of numbers"),
     ("wideresnet", {"sequence_parallel": True}, r"sequence_parallel=True cannot be served, as images have no sequence"),
+    ("wideresnet", {"parallel_loss": True}, r"parallel_loss=True cannot be served, as its head is whole on every rank"),
+    ("gpt2", {"parallel_loss": True, "tensor_parallel": False}, r"parallel_loss=True needs tensor_parallel; leave tensor_"),
     ("wideresnet", {"attn_op_name": "cuda"}, r"attn_op_name='cuda' cannot be served, as a residual network has no attention"),
 ]
 

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slapo_core import UnknownNameError
 from slapo_models import apply_schedule, published_model, published_sizes
+from slapo_plan import estimate, fake_ranks
 
 SIZES = published_sizes()
 FAST = ("gpt-oss-20b", "llama-3-8b", "llama-4-maverick", "phi-4", "qwen3-32b")
@@ -68,6 +69,42 @@ def test_it_is_scheduled_on_eight_ranks(name: str, eight_ranks: Any) -> None:
     apply_schedule(model, mesh=eight_ranks, example_inputs=batch_of(name), checkpoint=1.0)
     own = sum(parameter.numel() for parameter in model.parameters())
     assert own <= PARTLY_WHOLE.get(name, 0.127) * total
+
+
+def training_batch(name: str) -> dict[str, Any]:
+    """Return inputs of one row with labels: 2,048 tokens, or as many as the model takes."""
+    size = SIZES[name]
+    longest = size.config.get("n_positions") or size.config.get("max_position_embeddings") or 2048
+    ids = torch.zeros(1, min(2048, longest), dtype=torch.long)
+    images = torch.zeros(1, 3, 224, 224)
+    if size.model_type == "whisper":
+        ids = ids[:, :448]
+        return {"input_features": torch.zeros(1, 128, 3000), "decoder_input_ids": ids, "labels": ids}
+    if size.model_type == "vit":
+        return {"pixel_values": images, "labels": torch.zeros(1, dtype=torch.long)}
+    if size.model_type == "clip":
+        return {"input_ids": ids.repeat(4, 1)[:, :77], "pixel_values": images.repeat(4, 1, 1, 1), "return_loss": True}
+    if size.model_type == "llava":
+        ids[:, 5 : 5 + 576] = size.config["image_token_index"]
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 336, 336)}
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_is_estimated_on_eight_ranks(name: str) -> None:
+    batch = training_batch(name)
+    with fake_ranks(tp=8) as mesh:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        sch = apply_schedule(published_model(name), mesh=mesh, example_inputs=inputs, checkpoint=1.0)
+        found = estimate(sch, batch, precision="bf16", hardware="h100")
+    assert not found.problems
+    own = sum(parameter.nbytes for parameter in sch.mod.parameters())
+    assert found.ranks[0].memory.kinds["parameters"] == pytest.approx(own, rel=1e-3)
+    assert found.peak >= 3 * own  # AdamW has two numbers for each parameter
+    assert found.step_seconds is not None
+    assert found.step_seconds > 0
 
 
 def test_other_sizes_and_unknown_ones() -> None:

@@ -19,6 +19,7 @@ _LACKS = {
     "disable_flash_attn": "as a residual network has no attention; leave it out",
     "disable_fuse_bias_gelu": "as a residual network has no MLP; call compile() on the blocks, which fuses what they have",
     "sequence_parallel": "as images have no sequence; leave it out",
+    "parallel_loss": "as its head is whole on every rank; leave it out",
 }
 
 

@@ -27,6 +27,7 @@ class Configuration:
         disable_fuse_bias_gelu: False computes bias and activation of the MLPs in one kernel.
         ckpt_ratio: Share of the blocks that are recomputed, from 0 to 1.
         checkpoint_method: ``"uniform"`` spreads these blocks over the model, ``"head"`` takes the first ones.
+        kernels: True lets kernels compute all that they can, by ``use_kernels()``; or a list of kernels.
         bcast_input: Whether the first rank of the tensor-parallel group broadcasts the inputs.
         checkpoint: What is recomputed: a share of the blocks, as ``ckpt_ratio``; a list of numbers of blocks, counted over all
             lists, or of paths; or a policy of ``checkpoint()`` for the blocks of ``ckpt_ratio``, by default all.
@@ -35,6 +36,7 @@ class Configuration:
             None without ``pipeline_cuts`` is one for each rank of the mesh's axis ``pp``.
         tensor_parallel: Whether a group of several ranks splits the model.
         sequence_parallel: Whether activations between the sharded layers are split along the sequence.
+        parallel_loss: Whether the loss of a causal language model is computed from each rank's part of the logits.
         fp16: Whether parameters and buffers are converted to float16 first.
         bf16: Whether they are converted to bfloat16 first.
         delay_init: No effect; no step adds a module with new weights.
@@ -50,11 +52,13 @@ class Configuration:
     ckpt_ratio: float = 0.0
     checkpoint_method: str = "uniform"
     checkpoint: Any = None
+    kernels: bool | str | Sequence[str] = False
     bcast_input: bool = False
     pipeline_cuts: Sequence[Any] = ()
     pipeline_stages: int | Sequence[str] | None = None
     tensor_parallel: bool = True
     sequence_parallel: bool = False
+    parallel_loss: bool = False
     fp16: bool = False
     bf16: bool = False
     delay_init: bool = True
@@ -138,8 +142,9 @@ class Configuration:
             raise self.error(schedule, f"pipeline_stages is {stages!r}; give the number of stages, or paths at which they end")
         if stages is not None and self.pipeline_cuts:
             raise self.error(schedule, "pipeline_stages and pipeline_cuts are both given; give one of them")
-        if self.sequence_parallel and not self.tensor_parallel:
-            raise self.error(schedule, "sequence_parallel=True needs tensor_parallel; leave tensor_parallel=False out")
+        for name in ("sequence_parallel", "parallel_loss"):
+            if getattr(self, name) and not self.tensor_parallel:
+                raise self.error(schedule, f"{name}=True needs tensor_parallel; leave tensor_parallel=False out")
 
     def _check_model_config(self, schedule: Schedule) -> None:
         """Refuse the config of another model: sizes are read from the modules, so it would silently have no effect."""

@@ -37,19 +37,30 @@ def attention_of(schedule: Schedule, config: Configuration) -> str | None:
 
 
 def use_kernels(schedule: Schedule, config: Configuration) -> None:
-    """Let kernels compute what ``attn_op_name``, ``disable_flash_attn`` and ``disable_fuse_bias_gelu`` ask for.
+    """Let kernels compute what ``attn_op_name``, ``disable_flash_attn``, ``disable_fuse_bias_gelu`` and ``kernels`` ask for.
 
     Raises:
         ScheduleError: there are no kernels, or none for this model on this machine.
     """
     name = attention_of(schedule, config)
     asked = [*(["attention"] if name is not None else []), *([] if config.disable_fuse_bias_gelu else ["bias_act"])]
+    asked += ["what it can"] if config.kernels is True else _names(config)
     if asked and "use_kernels" not in schedule.registry.names("primitive"):
         raise config.error(schedule, f"{' and '.join(asked)} by kernels needs slapo-kernels; pip install slapo-kernels")
     if name is not None:
         _use_attention_kernel(schedule, config, name)
     if not config.disable_fuse_bias_gelu:
         schedule.use_kernels("bias_act")
+    if config.kernels is True:
+        schedule.use_kernels()
+    elif names := [kernel for kernel in _names(config) if kernel != "bias_act" or config.disable_fuse_bias_gelu]:
+        schedule.use_kernels(names)
+
+
+def _names(config: Configuration) -> list[str]:
+    """Return the kernels that ``kernels`` lists."""
+    given = config.kernels
+    return [given] if isinstance(given, str) else [] if isinstance(given, bool) else [*given]
 
 
 def _use_attention_kernel(schedule: Schedule, config: Configuration, name: str) -> None:

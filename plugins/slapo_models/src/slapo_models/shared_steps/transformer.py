@@ -38,7 +38,8 @@ def take_steps(
     convert_precision(sch, config)
     use_kernels(sch, config)
     if sch.world_size > 1 and config.tensor_parallel:
-        parallelize() if parallelize else sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
+        options = {name: True for name in ("sequence_parallel", "parallel_loss") if getattr(config, name)}
+        parallelize() if parallelize else sch.tensor_parallel(**options)
     broadcast_input(sch, config)
     recompute(config, recomputed)
     cut_stages(sch, config, stage_ends)
