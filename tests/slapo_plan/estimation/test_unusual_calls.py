@@ -117,16 +117,6 @@ def test_an_optimizer_that_fails_is_one_sentence() -> None:
         estimate(create_schedule(Net()), BATCH, optimizer=torch.optim.LBFGS)
 
 
-@pytest.mark.parametrize(("make", "is_noted"), [(torch.optim.AdamW, False), (torch.optim.Muon, True)])
-def test_optimizers_of_whole_tensors_are_noted_where_ranks_hold_parts(make: Any, is_noted: bool) -> None:
-    model = nn.Linear(32, 32, bias=False)
-    options = {"optimizer": make, "loss_fn": lambda outputs, labels: outputs.mean()}
-    batch = {"input": torch.ones(4, 32), "labels": torch.ones(4)}
-    with fake_ranks(dp=2) as mesh:
-        found = estimate(create_schedule(model, mesh=mesh), batch, data_parallel="fsdp", **options)
-    assert [note.startswith("the optimizer updates whole tensors") for note in found.notes] == [True] * is_noted
-
-
 def test_large_models_that_index_by_masks_of_the_batch_run_without_numbers() -> None:
     class Masked(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
