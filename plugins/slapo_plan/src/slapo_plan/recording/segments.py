@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +52,7 @@ class Segments:
 
     parts: list[tuple[str, PassRecord]] = field(default_factory=list)
 
-    def whole(self, repeated: dict[str, int] | None = None) -> PassRecord:
+    def whole(self, repeated: Mapping[str, int] | None = None) -> PassRecord:
         """Return the record of the whole pass.
 
         Args:
