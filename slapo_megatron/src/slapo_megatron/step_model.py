@@ -14,6 +14,8 @@ from slapo_training import (
     MessageMode,
     OptimizerFactory,
     PipelineAction,
+    PipelineChoice,
+    ReplicaChoice,
     StageRunner,
     StepModel,
     one_forward_one_backward,
@@ -46,8 +48,19 @@ class MegatronStepModel(StepModel):
         return MegatronStageRunner(program, MegatronOptions.of(config))
 
     @classmethod
-    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        return MemoryRules(holds_received=len(program.stages) > 1)
+    def pipeline_choices(cls) -> Mapping[str, PipelineChoice]:
+        return {"1f1b": PipelineChoice({}), "interleaved": PipelineChoice({}, 2)}
+
+    @classmethod
+    def replica_choices(cls) -> Mapping[str, ReplicaChoice]:
+        return {
+            "ddp": ReplicaChoice({}),
+            "distributed_optimizer": ReplicaChoice({"distributed_optimizer": True}, ("optimizer",)),
+        }
+
+    @classmethod
+    def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
+        return MemoryRules(holds_received=stages > 1)
 
     @classmethod
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:

@@ -76,7 +76,7 @@ def estimate(
     with runner.weights(), tracked_random_states(), model_errors("estimate"):
         planned = runner.plan(program, parts[0])
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
-    rules = model.memory_rules(program, options)
+    rules = model.memory_rules(options, len(program.stages), layout["pp"], layout["dp"])
     nbytes = storage_bytes(each for each in batch.values() if isinstance(each, torch.Tensor))
     ranks, collectives = [], []
     others: dict[int, list[CollectiveRecord]] = {}

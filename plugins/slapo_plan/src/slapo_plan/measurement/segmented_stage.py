@@ -17,8 +17,8 @@ class SegmentedStage:
 
     Args:
         optimizer: The first step of the optimizer on all parameters that ran.
-        block_optimizer: The same on the parameters of each block, by path.
-        block_gradients: Bytes of the gradients of each block, by path.
+        block_optimizer: The same on the parameters of each block that stands for others, by path.
+        block_gradients: Bytes of the gradients of each of these, by path.
     """
 
     begin: PassRecord

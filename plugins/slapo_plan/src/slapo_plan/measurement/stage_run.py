@@ -68,8 +68,8 @@ def run_segmented(
     optimizer: OptimizerFactory | None,
     blocks: Mapping[str, nn.Module],
     parameters: StageParameters,
-    splits: bool = False,
-    repeated: Mapping[str, int] | None = None,
+    splits: bool,
+    repeated: Mapping[str, int],
 ) -> SegmentedStage:
     """Run a stage as ``run_stage`` does, and keep its passes cut at some blocks.
 
@@ -81,13 +81,13 @@ def run_segmented(
         blocks: Modules of the stage by path.
         parameters: Parameters of the stage as its engine holds them.
         splits: True to run two more micro-batches whose backwards are split in two.
-        repeated: Number of blocks that each one stands for beside itself, by path, for the order of gradients.
+        repeated: Number of further blocks that one of them stands for, by path; these have their own optimizer's step.
     """
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True), warnings.catch_warnings():
         # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-        run = _StageRun(stage, part, forward, sandbox, blocks, repeated or {}, parameters)
+        run = _StageRun(stage, part, forward, sandbox, blocks, repeated, parameters)
         try:
             return run.record(optimizer, splits)
         finally:
@@ -119,10 +119,8 @@ class _StageRun:
     ) -> None:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
-        of_block = {path: {id(each) for each in block.parameters()} for path, block in blocks.items()}
-        self.arrivals = GradientArrivals(
-            [*stage.module.parameters()], {path: of_block[path] for path in repeated}, repeated
-        )
+        of_block = {path: {id(each) for each in blocks[path].parameters()} for path in repeated}
+        self.arrivals = GradientArrivals([*stage.module.parameters()], of_block, repeated)
         self.parameters = parameters
         parameters.bind(stage.module, sandbox.originals)
         whole = zip(parameters.whole, parameters.held, strict=True)

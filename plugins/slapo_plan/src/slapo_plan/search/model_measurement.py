@@ -1,0 +1,186 @@
+"""Measurement of a model by its parts, in a copy with few of its equal blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import BuildPlan, Program, Schedule, Stage, create_schedule
+from slapo_training import StageParameters, StageRunner
+
+from ..estimation.estimate import optimizer_factory, step_model
+from ..measurement.fake_process_group import fake_ranks
+from ..measurement.model_errors import model_errors
+from ..measurement.random_states import tracked_random_states
+from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed_runs
+from ..measurement.stage_run import run_segmented
+from ..recording.storage_tracker import storage_bytes
+from .model_record import ModelRecord, Part, StageEnds, StageSplitter
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a model is measured.
+
+    Args:
+        tp: Number of tensor-parallel ranks.
+        sequence_parallel: True to split along the sequence what lies between tensor-parallel layers.
+        stages: True for the stages of a pipeline; False for the whole model.
+        policy: Name of the checkpoint policy of all blocks.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    stages: bool = False
+    policy: str = "none"
+
+
+@dataclass(frozen=True)
+class TrimmedModel:
+    """A copy of a model, on meta, with few blocks of each run of equal ones.
+
+    Args:
+        model: The copy.
+        kept: Path of each block of the copy, with the paths in the model that it stands for, in order.
+    """
+
+    model: nn.Module
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module) -> TrimmedModel:
+        """Return such a copy of a model, which does not change."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        runs = block_runs(model)
+        with trimmed_runs(runs):
+            made = copy.deepcopy(model)
+            names = {id(run.holder): iter([*run.holder._modules]) for run in runs}
+        kept: dict[str, tuple[str, ...]] = {}
+        for run in runs:
+            holder = paths[id(run.holder)]
+            kept |= {f"{holder}.{next(names[id(run.holder)])}": stands for stands in _stands(run, holder)}
+        return TrimmedModel(made, kept)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the model."""
+        return sum(map(len, self.kept.values()))
+
+
+def _stands(run: BlockRun, holder: str) -> list[tuple[str, ...]]:
+    whole = [f"{holder}.{name}" for name in run.names]
+    if len(run.kept) == len(run.names):
+        return [(path,) for path in whole]
+    return [(whole[0],), tuple(whole[1:-1]), (whole[-1],)]
+
+
+def measure_model(
+    trimmed: TrimmedModel,
+    with_rows: Callable[[int], Batch],
+    how: Measurement,
+    target: str,
+    options: Mapping[str, Any],
+    splits: bool = False,
+) -> tuple[ModelRecord, ModelRecord]:
+    """Return a model's record for one row and for two.
+
+    Args:
+        trimmed: The copy; a schedule of it changes.
+        with_rows: Returns the batch with some rows.
+        how: The schedule.
+        target: Name of the dialect.
+        options: Options of ``build``.
+        splits: True to measure backwards that are split in two as well.
+
+    Raises:
+        SlapoError: the schedule is refused, or the model does not run on fake tensors.
+    """
+    stages = min(3, len(trimmed.kept)) if how.stages else 1
+    given = {**options, "microbatches": stages, "check": False}
+    with tracked_random_states(), fake_ranks(pp=stages, tp=how.tp) as mesh, model_errors("plan"):
+        sch = create_schedule(copy.deepcopy(trimmed.model), mesh=mesh, example_inputs=dict(with_rows(1)))
+        _take_steps(sch, [*trimmed.kept], how, stages)
+        program = BuildPlan.of(sch, target, **given).program
+        runner = step_model(sch, target).stage_runner(program, given)
+        factory = optimizer_factory(options["optimizer"])
+        with runner.weights():
+            found = []
+            for rows in (1, 2):
+                part = runner.split(with_rows(rows * stages))[0]
+                planned = runner.plan(program, part)
+                found.append(_Recording(trimmed, planned, runner, part, factory, splits).record())
+    return found[0], found[1]
+
+
+def _take_steps(sch: Schedule, blocks: Sequence[str], how: Measurement, stages: int) -> None:
+    if how.tp > 1:
+        sch.tensor_parallel(**({"sequence_parallel": True} if how.sequence_parallel else {}))
+    if how.policy != "none":
+        for path in blocks:
+            sch[path].checkpoint(**CHECKPOINTS[how.policy])
+    for path in (blocks[0], blocks[-2])[: stages - 1] if stages > 1 else ():
+        sch[path].cut_pipeline_stage()
+
+
+CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {"matmuls": {"policy": "matmuls"}, "full": {}}
+"""Arguments of ``checkpoint`` for each policy, from the one that recomputes least."""
+
+
+class _Recording:
+    """Runs the stages of one program."""
+
+    def __init__(
+        self, trimmed: TrimmedModel, program: Program, runner: StageRunner, part: Batch, optimizer: Any, splits: bool
+    ) -> None:
+        self.trimmed, self.program, self.runner = trimmed, program, runner
+        self.part, self.optimizer, self.splits = part, optimizer, splits
+
+    def record(self) -> ModelRecord:
+        parts: dict[str, Part] = {}
+        ends: list[StageEnds] = []
+        for stage in self.program.stages:
+            split = self._run(stage)
+            ends.append(split.ends())
+            parts |= split.blocks()
+        # a block within stages is measured in the middle one, where it neither follows the entry nor precedes the exit
+        blocks = [(path, parts[kept]) for kept in parts for path in self.trimmed.kept[kept]]
+        paths, measured = zip(*blocks, strict=True) if blocks else ((), ())
+        middle = ends[1] if len(ends) == 3 else StageEnds(ends[-1].entry, ends[0].exit, *_messages(ends))
+        tied = self._tied()
+        batch = storage_bytes(each for each in self.part.values() if isinstance(each, torch.Tensor))
+        return ModelRecord(ends[0], middle, ends[-1], measured, paths, tied, batch)
+
+    def _run(self, stage: Stage) -> StageSplitter:
+        modules = dict(stage.module.named_modules())
+        blocks = {path: modules[path] for path in self.trimmed.kept if path in modules}
+
+        def forward(received: tuple[torch.Tensor, ...], arguments: Batch) -> Any:
+            return self.runner.run(self.program, stage.index, received, dict(arguments))
+
+        stands = dict.fromkeys(blocks, 0)
+        found = run_segmented(stage, self.part, forward, self.optimizer, blocks, StageParameters(), self.splits, stands)
+        sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
+        ran = {name for name, _ in found.forward.parts}
+        whole = storage_bytes([*stage.module.parameters(), *stage.module.buffers()])
+        rest = whole - sum(size for path, size in sizes.items() if path in ran)
+        halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())
+        keeps_copies = halves and self.runner.memory(self.optimizer) is not None
+        return StageSplitter(found, sizes, rest, keeps_copies)
+
+    def _tied(self) -> int:
+        named = dict(self.program.module.named_parameters(remove_duplicate=False))
+        last = len(self.program.stages) - 1
+        ends = [tie for tie in self.program.ties if {0, last} <= set(tie.stages)] if last else []
+        return sum(named[tie.names[0]].nbytes for tie in ends)
+
+
+def _messages(ends: Sequence[StageEnds]) -> tuple[int, int, int]:
+    return ends[-1].received, ends[0].sent, ends[-1].sent_back
+
