@@ -61,7 +61,9 @@ CASES = [
     pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "interleaved"}, ROOMY, id="interleaved"),
     pytest.param(llama, {"pp": 2, "rows": 2, "pipeline_schedule": "zbv"}, ROOMY, id="zbv"),
     pytest.param(gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "ddp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp ddp"),
-    pytest.param(gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "fsdp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp fsdp"),
+    pytest.param(
+        gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "fsdp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp fsdp"
+    ),
     pytest.param(
         llama, {"tp": 2, "pp": 2, "rows": 2, "sequence_parallel": True, "pipeline_schedule": "1f1b"}, ROOMY, id="tp pp"
     ),

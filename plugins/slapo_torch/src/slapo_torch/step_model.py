@@ -27,9 +27,9 @@ from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
 from .step.stage_call import StageCall, autocast_context
 
-
 _STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
 """Stages per rank of the schedules that planners may choose."""
+_SPLIT = ("zero_bubble", "zbv", "dualpipev")
 _TRIED = ("1f1b", "interleaved", "zbv")
 """Those that planners choose by themselves: the others wait as long with more memory."""
 
@@ -49,7 +49,10 @@ class TorchStepModel(StepModel):
 
     @classmethod
     def pipeline_choices(cls) -> Mapping[str, PipelineChoice]:
-        return {name: PipelineChoice({"pipeline_schedule": name}, number, name in _TRIED) for name, number in _STAGES.items()}
+        return {
+            name: PipelineChoice({"pipeline_schedule": name}, number, name in _TRIED, name in _SPLIT)
+            for name, number in _STAGES.items()
+        }
 
     @classmethod
     def replica_choices(cls) -> Mapping[str, ReplicaChoice]:

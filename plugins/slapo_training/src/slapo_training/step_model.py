@@ -109,11 +109,13 @@ class PipelineChoice(NamedTuple):
         options: Options of ``build`` that choose it.
         stages_per_rank: Number of stages of each rank.
         is_default: False if planners try it only when asked to.
+        splits_backward: True if it runs backwards for inputs and for weights apart.
     """
 
     options: Mapping[str, Any]
     stages_per_rank: int = 1
     is_default: bool = True
+    splits_backward: bool = False
 
 
 class ReplicaChoice(NamedTuple):

@@ -33,7 +33,8 @@ def plan(
     dp: Annotated[int | None, Ranks] = None,
     rows: Annotated[int | None, typer.Option(help="Only micro-batches of this many sequences.", show_default=False)] = None,
     data_parallel: Annotated[
-        str | None, typer.Option(help="Only this kind of data parallelism: ddp, fsdp, or of another engine.", show_default=False)
+        str | None,
+        typer.Option(help="Only this kind of data parallelism: ddp, fsdp, or of another engine.", show_default=False),
     ] = None,
     pipeline_schedule: Annotated[
         str | None, typer.Option(help="Only this pipeline schedule, such as 1f1b, interleaved or zbv.", show_default=False)

@@ -19,9 +19,8 @@ class Layout(NamedTuple):
         rows: Rows of a micro-batch.
         microbatches: Micro-batches of a step on each replica.
         sequence_parallel: True if tensor parallelism also splits what lies between its layers.
-        data_parallel: How replicas run, e.g. ``"ddp"`` or ``"fsdp"``, or ``"zero2"`` of target ``"deepspeed"``; the first of the
-            target's with one replica.
-        pipeline_schedule: Name of the pipeline schedule; the first of the target's without a pipeline.
+        data_parallel: Name of a ``ReplicaChoice`` of the target, e.g. ``"fsdp"``; the first of them with one replica.
+        pipeline_schedule: Name of a ``PipelineChoice`` of the target; the first of them without a pipeline.
     """
 
     tp: int

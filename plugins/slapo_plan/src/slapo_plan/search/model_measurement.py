@@ -33,12 +33,14 @@ class Measurement:
         tp: Number of tensor-parallel ranks.
         sequence_parallel: True to split along the sequence what lies between tensor-parallel layers.
         stages: True for the stages of a pipeline; False for the whole model.
+        splits: True to measure backwards that are split in two as well.
         policy: Name of the checkpoint policy of all blocks.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
     stages: bool = False
+    splits: bool = False
     policy: str = "none"
 
 
@@ -87,7 +89,6 @@ def measure_model(
     how: Measurement,
     target: str,
     options: Mapping[str, Any],
-    splits: bool = False,
 ) -> tuple[ModelRecord, ModelRecord]:
     """Return a model's record for one row and for two.
 
@@ -97,7 +98,6 @@ def measure_model(
         how: The schedule.
         target: Name of the dialect.
         options: Options of ``build``.
-        splits: True to measure backwards that are split in two as well.
 
     Raises:
         SlapoError: the schedule is refused, or the model does not run on fake tensors.
@@ -115,7 +115,7 @@ def measure_model(
             for rows in (1, 2):
                 part = runner.split(with_rows(rows * stages))[0]
                 planned = runner.plan(program, part)
-                found.append(_Recording(trimmed, planned, runner, part, factory, splits).record())
+                found.append(_Recording(trimmed, planned, runner, part, factory, how.splits).record())
     return found[0], found[1]
 
 
@@ -167,9 +167,8 @@ class _Recording:
         stands = dict.fromkeys(blocks, 0)
         found = run_segmented(stage, self.part, forward, self.optimizer, blocks, StageParameters(), self.splits, stands)
         sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
-        ran = {name for name, _ in found.forward.parts}
-        whole = storage_bytes([*stage.module.parameters(), *stage.module.buffers()])
-        rest = whole - sum(size for path, size in sizes.items() if path in ran)
+        inside = {id(each) for block in blocks.values() for each in block.parameters()}
+        rest = storage_bytes([*(each for each in stage.module.parameters() if id(each) not in inside), *stage.module.buffers()])
         halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())
         keeps_copies = halves and self.runner.memory(self.optimizer) is not None
         return StageSplitter(found, sizes, rest, keeps_copies)
@@ -183,4 +182,3 @@ class _Recording:
 
 def _messages(ends: Sequence[StageEnds]) -> tuple[int, int, int]:
     return ends[-1].received, ends[0].sent, ends[-1].sent_back
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..measurement.segmented_stage import SegmentedStage
 from ..recording.segments import PassRecord, Segments
@@ -47,7 +46,6 @@ class Part:
         return replace(self, **passes)
 
 
-
 @dataclass(frozen=True, eq=False)
 class StageEnds:
     """What stages of one kind have beside their blocks.
@@ -68,7 +66,9 @@ class StageEnds:
 
     def at(self, rows: int, other: StageEnds) -> StageEnds:
         """Return the ends for some rows, as ``Part.at`` does."""
-        sizes = {name: _number(getattr(self, name), getattr(other, name), rows - 1) for name in ("received", "sent", "sent_back")}
+        sizes = {
+            name: _number(getattr(self, name), getattr(other, name), rows - 1) for name in ("received", "sent", "sent_back")
+        }
         return StageEnds(self.entry.at(rows, other.entry), self.exit.at(rows, other.exit), **sizes)
 
 
@@ -100,6 +100,29 @@ class ModelRecord:
         ends = {name: getattr(self, name).at(rows, getattr(other, name)) for name in ("first", "middle", "last")}
         batch = _number(self.batch, other.batch, rows - 1)
         return replace(self, **ends, blocks=tuple(known[id(each)] for each in self.blocks), batch=batch)
+
+
+def with_blocks_of(stages: ModelRecord, whole: ModelRecord) -> ModelRecord:
+    """Return the record of a pipeline whose stages have no blocks that run as modules, with the parts of the whole model.
+
+    Args:
+        stages: Record of the stages; its messages and the parameters of its ends count.
+        whole: Record of the whole model.
+    """
+    everything = max(1, whole.first.entry.parameters)
+
+    def end(part: Part, ends: StageEnds) -> Part:
+        share, step = ends.entry.parameters / everything, whole.first.entry.optimizer
+        scaled = PassRecord(
+            round(step.peak * share), round(step.change * share), step.work if part is whole.first.entry else ()
+        )
+        gradients = round(whole.first.entry.gradients * share)
+        return replace(part, parameters=ends.entry.parameters, gradients=gradients, optimizer=scaled)
+
+    first = replace(stages.first, entry=end(whole.first.entry, stages.first), exit=Part())
+    last = replace(stages.last, entry=Part(), exit=end(whole.last.exit, stages.last))
+    middle = replace(stages.middle, entry=Part(), exit=Part())
+    return replace(stages, first=first, middle=middle, last=last, blocks=whole.blocks, paths=whole.paths)
 
 
 class StageSplitter:
@@ -135,7 +158,9 @@ class StageSplitter:
         stage, own = self._stage, [*self.blocks().values()]
         steps = [stage.block_optimizer.get(path, NOTHING) for path in self._order]
         change = stage.optimizer.change - sum(each.change for each in steps)
-        optimizer = PassRecord(change + stage.optimizer.peak - stage.optimizer.change, change, _without(stage.optimizer.work, steps))
+        optimizer = PassRecord(
+            change + stage.optimizer.peak - stage.optimizer.change, change, _without(stage.optimizer.work, steps)
+        )
         entry = Part(
             **{name: found.get("", NOTHING) for name, found in self._passes.items()},
             optimizer=self._step(optimizer, self._rest),

@@ -23,7 +23,7 @@ from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replayed
 from .layouts import Layout, LayoutSpace, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
-from .model_record import ModelRecord, Part
+from .model_record import ModelRecord, Part, with_blocks_of
 from .part_seconds import PartSeconds
 from .stage_costs import EngineFacts, PolicyRecords
 
@@ -54,6 +54,7 @@ class ModelSource:
         self._shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str, Mapping))}
         self._engine = _step_model(target)
         self._seconds = PartSeconds(hardware)
+        self._splits = False
         self._pairs: dict[Measurement, Pair | str] = {}
         self._records: dict[tuple[Any, ...], PolicyRecords | str] = {}
         self._facts: dict[tuple[Any, ...], EngineFacts | str] = {}
@@ -69,6 +70,8 @@ class ModelSource:
         pipelines, replicas = self._engine.pipeline_choices(), self._engine.replica_choices()
         devices, blocks = self.hardware.devices_per_node, self._trimmed.blocks
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
+        wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
+        self._splits = any(pipelines[name].splits_backward for name in wanted)
         candidates: list[Candidate] = []
         for tp in space.degrees():
             for layout in space.layouts(tp):
@@ -102,11 +105,15 @@ class ModelSource:
 
     def _engine_facts(self, layout: Layout) -> EngineFacts | str:
         stages = layout.pp * (self._engine.pipeline_choices()[layout.pipeline_schedule].stages_per_rank if layout.pp > 1 else 1)
-        microbatches = min(layout.microbatches, 2 * stages)  # every rank has reached its peak
-        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule, microbatches
-        if key not in self._facts:
-            self._facts[key] = self._read_facts(layout, stages, microbatches)
-        return self._facts[key]
+        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule
+        few = min(layout.microbatches, 2 * stages)  # every rank has reached its peak
+        for microbatches in (few, layout.microbatches):
+            facts = self._facts.get((*key, microbatches))
+            if facts is None:
+                facts = self._facts[(*key, microbatches)] = self._read_facts(layout, stages, microbatches)
+            if isinstance(facts, str) or facts.most_kept < microbatches or stages == 1:
+                return facts
+        return facts  # keeps all micro-batches
 
     def _read_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
         options = {**self.options, **self._build_options(layout), "microbatches": microbatches}
@@ -136,7 +143,8 @@ class ModelSource:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured."""
         key = layout.tp, layout.sequence_parallel, layout.pp > 1, layout.rows
         if key not in self._records:
-            how = Measurement(layout.tp, layout.sequence_parallel, layout.pp > 1)
+            staged = layout.pp > 1
+            how = Measurement(layout.tp, layout.sequence_parallel, staged, staged and self._splits)
             pair = self._measured(how)
             if isinstance(pair, str):
                 self._records[key] = pair
@@ -148,20 +156,27 @@ class ModelSource:
     def _measured(self, how: Measurement) -> Pair | str:
         if how not in self._pairs:
             try:
-                with held_messages() as held:
-                    self._pairs[how] = measure_model(
-                        self._trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options
-                    )
-                self.notes += [f"tp={how.tp}: {message}" for message in held]
+                self._pairs[how] = self._measure(how)
             except SlapoError as err:
                 if how == Measurement():
                     raise
                 self._pairs[how] = str(err)
         return self._pairs[how]
 
+    def _measure(self, how: Measurement) -> Pair:
+        with held_messages() as held:
+            one, two = measure_model(self._trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
+        self.notes += [f"tp={how.tp}: {message}" for message in held]
+        if how.stages and len(one.blocks) < self._trimmed.blocks:
+            whole = self._measured(replace(how, stages=False, splits=False))
+            if isinstance(whole, str):
+                raise SlapoError(whole)
+            return with_blocks_of(one, whole[0]), with_blocks_of(two, whole[1])
+        return one, two
+
     def policy_blocks(self, how: Measurement, rows: int) -> tuple[Part, ...] | None:
         """Return the blocks under a policy for some rows; None if the model cannot be measured with it."""
-        pair = self._measured(replace(how, stages=False))
+        pair = self._measured(replace(how, stages=False, splits=False))
         return None if isinstance(pair, str) else pair[0].at(rows, pair[1]).blocks
 
     def estimate(self, candidate: Candidate) -> Estimate:

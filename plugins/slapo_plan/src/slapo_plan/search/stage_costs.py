@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -84,6 +84,11 @@ class EngineFacts:
         return {rank: largest_states(row) for rank, row in self.order.items()}
 
     @cached_property
+    def most_kept(self) -> int:
+        """Most micro-batches whose activations one stage keeps."""
+        return max((max(each.kept) + (each.kind == "F") for row in self.states.values() for each in row), default=0)
+
+    @cached_property
     def stages(self) -> dict[int, list[int]]:
         """Stages of each rank."""
         return {rank: sorted({action.stage for action in row}) for rank, row in self.order.items()}
@@ -142,8 +147,16 @@ class _Rank:
         self.rank, self.stages, self.blocks = rank, facts.stages[rank], blocks
         self.replicas = Replicas(layout.dp, facts.divided, gathers_blocks=layout.pp == 1)
         last = sum(map(len, facts.stages.values())) - 1
-        self.ends = [_ends_of(records.plain, stage, last) for stage in self.stages]
+        self.ends = [self._ends(stage, last) for stage in self.stages]
         self.tied = records.plain.tied if {0, last} <= {*self.stages} and last else 0
+
+    def _ends(self, stage: int, last: int) -> StageEnds:
+        """Return the ends of a stage; to another stage of this rank it sends nothing."""
+        plain = self.records.plain
+        found = plain.first if stage == 0 else plain.last if stage == last else plain.middle
+        if stage + 1 in self.stages:
+            found = replace(found, sent=0)
+        return replace(found, sent_back=0) if stage - 1 in self.stages else found
 
     def costs(self) -> dict[int, StageCost]:
         """Return the cost of each stage."""
@@ -183,7 +196,9 @@ class _Rank:
         the least recomputation for what it frees.
         """
         found = []
-        most = [max((state.kept[index] for state in self.facts.states[self.rank]), default=1) for index in range(len(self.stages))]
+        most = [
+            max((state.kept[index] for state in self.facts.states[self.rank]), default=1) for index in range(len(self.stages))
+        ]
         for blocks, times in zip(self.blocks, most, strict=True):
             for place, block in enumerate(blocks):
                 options = [
@@ -232,12 +247,6 @@ class _Rank:
             reduction = collective("all_reduce", gradients)
         hidden = backward if self.facts.overlaps and self.seconds.hardware.overlaps else 0.0
         return forward, backward, optimizer + max(reduction - hidden, 0.1 * reduction)
-
-
-def _ends_of(record: ModelRecord, stage: int, last: int) -> StageEnds:
-    if stage == 0:
-        return record.first
-    return record.last if stage == last else record.middle
 
 
 def _upper_hull(options: Sequence[tuple[str, float, int]]) -> list[tuple[str, Any]]:

@@ -127,7 +127,9 @@ def peak_bytes(
         batch: Bytes of a micro-batch.
         tied: Bytes of parameters that two of its stages hold.
     """
-    parameters, gradients, state = (sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state"))
+    parameters, gradients, state = (
+        sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state")
+    )
     once = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
     held = round(once * (parameters + state)) + microbatches * batch + (gradients if rules.buckets else 0)
     held += sum(_messages(each, rules, microbatches) for each in stages)
@@ -166,5 +168,6 @@ def _name(state: State, views: bool) -> str:
 def _messages(stage: StageSizes, rules: MemoryRules, microbatches: int) -> int:
     received, sent, sent_back = stage.messages
     if rules.receive_buffers:
-        return (received + sent) * microbatches + (sent + sent_back) * (microbatches if rules.keeps_sent else 1)
+        on_the_way = (sent + sent_back) * microbatches if rules.keeps_sent else sent_back + sent * (microbatches > 1)
+        return (received + sent) * microbatches + on_the_way
     return (received + sent) * max(rules.fixed_buffers, rules.holds_received)
