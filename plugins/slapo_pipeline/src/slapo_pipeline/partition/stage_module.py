@@ -114,7 +114,7 @@ def stage_graph(assignment: Assignment, index: int, names: Sequence[str]) -> tup
 def with_strides(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Copy a received tensor, which is contiguous, to the strides it has in the model: views depend on them."""
     once = received[tuple(slice(None) if step else slice(1) for step in stride)]
-    copied = torch.empty_strided(once.shape, stride, dtype=received.dtype, device=received.device).copy_(once)
+    copied = received.new_empty_strided(once.shape, stride).copy_(once)
     return copied.expand(received.shape)
 
 

@@ -17,7 +17,7 @@ from .layouts import Layout, Rejection
 from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
 from .part_seconds import PartSeconds
-from .stage_costs import EngineFacts, PolicyRecords, StageCost, stage_costs
+from .stage_costs import EngineFacts, StageCost, stage_costs
 
 GIB = 2**30
 
@@ -142,7 +142,7 @@ class Candidate:
 
 
 def candidate_of(
-    records: PolicyRecords,
+    record: ModelRecord,
     layout: Layout,
     facts: EngineFacts,
     seconds: PartSeconds,
@@ -152,23 +152,23 @@ def candidate_of(
     """Return what a layout costs, or why it does not fit.
 
     Args:
-        records: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
+        record: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
         layout: The layout.
         facts: What the engine tells of its step.
         seconds: Seconds on the device.
         options: Options of ``build``.
         dtype: Type in which matrices are multiplied, for the MFU.
     """
-    stages = stage_costs(records, layout, facts, seconds)
+    stages = stage_costs(record, layout, facts, seconds)
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:
         return Rejection(layout._asdict(), _too_large(stages, fullest, limit))
-    step, bubble = _step(records.plain, layout, stages, seconds)
-    total = seconds.flops(records.plain) * layout.microbatches * layout.dp * layout.tp
+    step, bubble = _step(record, layout, stages, seconds)
+    total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
     mfu = total / (step * ranks * seconds.hardware.peak_flops(dtype)) if step else 0.0
-    return Candidate(layout, tuple(stages), step, bubble, total, mfu, records.plain.paths, options)
+    return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options)
 
 
 def _too_large(stages: Sequence[StageCost], index: int, limit: int) -> str:

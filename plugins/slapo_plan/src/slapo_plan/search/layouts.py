@@ -158,8 +158,9 @@ class LayoutSpace:
         for sequence_parallel in (False, True) if layout.tp > 1 else (False,):
             for data_parallel in self._replicas(layout):
                 for pipeline_schedule in self._pipelines(layout):
-                    names = {"data_parallel": data_parallel, "pipeline_schedule": pipeline_schedule}
-                    found = layout._replace(sequence_parallel=sequence_parallel, **names)
+                    found = layout._replace(
+                        sequence_parallel=sequence_parallel, data_parallel=data_parallel, pipeline_schedule=pipeline_schedule
+                    )
                     if all(self._allows(name, getattr(found, name)) for name in ("sequence_parallel", "data_parallel")):
                         yield found
 

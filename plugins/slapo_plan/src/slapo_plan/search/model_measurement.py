@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,12 +17,15 @@ from ..estimation.estimate import optimizer_factory, step_model
 from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import model_errors
 from ..measurement.random_states import tracked_random_states
-from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed_runs
+from ..measurement.repeated_blocks import block_runs, trimmed_runs
 from ..measurement.stage_run import run_segmented
 from ..recording.storage_tracker import storage_bytes
 from .model_record import ModelRecord, Part, StageEnds, StageSplitter
 
 Batch = Mapping[str, Any]
+
+CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {"matmuls": {"policy": "matmuls"}, "full": {}}
+"""Arguments of ``checkpoint`` for each policy, from the one that recomputes least."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +37,76 @@ class Measurement:
         sequence_parallel: True to split along the sequence what lies between tensor-parallel layers.
         stages: True for the stages of a pipeline; False for the whole model.
         splits: True to measure backwards that are split in two as well.
-        policy: Name of the checkpoint policy of all blocks.
+        policy: Name of the checkpoint policy of all blocks; empty for those of the trimmed model.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
     stages: bool = False
     splits: bool = False
+    policy: str = ""
+
+
+class KeptBlock(NamedTuple):
+    """One block of a trimmed model.
+
+    Args:
+        run: Number of its run of equal blocks.
+        stands: Paths of the blocks in the model that it stands for; none if it is measured under a checkpoint policy.
+        policy: Name of this policy.
+    """
+
+    run: int
+    stands: tuple[str, ...]
     policy: str = "none"
 
 
 @dataclass(frozen=True)
 class TrimmedModel:
-    """A copy of a model, on meta, with few blocks of each run of equal ones.
+    """A copy of a model, on meta, with few blocks of each run of equal ones: some as they are, one for each checkpoint policy.
 
     Args:
         model: The copy.
-        kept: Path of each block of the copy, with the paths in the model that it stands for, in order.
+        kept: Blocks of the copy by path.
+        runs: Paths in the model of the blocks of each run.
     """
 
     model: nn.Module
-    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kept: Mapping[str, KeptBlock]
+    runs: Sequence[tuple[str, ...]]
 
     @staticmethod
     def of(model: nn.Module) -> TrimmedModel:
         """Return such a copy of a model, which does not change."""
         paths = {id(module): path for path, module in model.named_modules()}
-        runs = block_runs(model)
+        runs = block_runs(model, ahead=len(CHECKPOINTS))
         with trimmed_runs(runs):
             made = copy.deepcopy(model)
             names = {id(run.holder): iter([*run.holder._modules]) for run in runs}
-        kept: dict[str, tuple[str, ...]] = {}
-        for run in runs:
-            holder = paths[id(run.holder)]
-            kept |= {f"{holder}.{next(names[id(run.holder)])}": stands for stands in _stands(run, holder)}
-        return TrimmedModel(made, kept)
+        kept: dict[str, KeptBlock] = {}
+        whole = [tuple(f"{paths[id(run.holder)]}.{name}" for name in run.names) for run in runs]
+        for number, run in enumerate(runs):
+            for block in _kept_blocks(number, whole[number], len(run.kept)):
+                kept[f"{paths[id(run.holder)]}.{next(names[id(run.holder)])}"] = block
+        return TrimmedModel(made, kept, whole)
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks of the model."""
-        return sum(map(len, self.kept.values()))
+    def blocks(self) -> list[str]:
+        """Paths of the blocks of the model."""
+        return [path for run in self.runs for path in run]
 
 
-def _stands(run: BlockRun, holder: str) -> list[tuple[str, ...]]:
-    whole = [f"{holder}.{name}" for name in run.names]
-    if len(run.kept) == len(run.names):
-        return [(path,) for path in whole]
-    return [(whole[0],), tuple(whole[1:-1]), (whole[-1],)]
+def _kept_blocks(run: int, paths: tuple[str, ...], count: int) -> list[KeptBlock]:
+    """Return the blocks that are kept of one run: the first, one between, one for each policy with room for it, the last."""
+    policies = [*CHECKPOINTS][max(0, len(CHECKPOINTS) - max(0, count - 2)) :]
+    plain = count - len(policies)
+    stands = (
+        [(paths[0],), paths[1:-1], (paths[-1],)]
+        if plain > 2
+        else [paths[: len(paths) + 1 - plain], paths[len(paths) + 1 - plain :]]
+    )
+    blocks = [KeptBlock(run, each) for each in stands[:plain]]
+    return [*blocks[:-1], *(KeptBlock(run, (), policy) for policy in policies), *blocks[-1:]]
 
 
 def measure_model(
@@ -106,7 +132,7 @@ def measure_model(
     given = {**options, "microbatches": stages, "check": False}
     with tracked_random_states(), fake_ranks(pp=stages, tp=how.tp) as mesh, model_errors("plan"):
         sch = create_schedule(copy.deepcopy(trimmed.model), mesh=mesh, example_inputs=dict(with_rows(1)))
-        _take_steps(sch, [*trimmed.kept], how, stages)
+        _take_steps(sch, trimmed.kept, how, stages)
         program = BuildPlan.of(sch, target, **given).program
         runner = step_model(sch, target).stage_runner(program, given)
         factory = optimizer_factory(options["optimizer"])
@@ -119,18 +145,15 @@ def measure_model(
     return found[0], found[1]
 
 
-def _take_steps(sch: Schedule, blocks: Sequence[str], how: Measurement, stages: int) -> None:
+def _take_steps(sch: Schedule, blocks: Mapping[str, KeptBlock], how: Measurement, stages: int) -> None:
     if how.tp > 1:
         sch.tensor_parallel(**({"sequence_parallel": True} if how.sequence_parallel else {}))
-    if how.policy != "none":
-        for path in blocks:
-            sch[path].checkpoint(**CHECKPOINTS[how.policy])
-    for path in (blocks[0], blocks[-2])[: stages - 1] if stages > 1 else ():
+    for path, block in blocks.items():
+        if (policy := how.policy or block.policy) != "none":
+            sch[path].checkpoint(**CHECKPOINTS[policy])
+    names = [*blocks]
+    for path in (names[0], names[-2])[: stages - 1] if stages > 1 else ():
         sch[path].cut_pipeline_stage()
-
-
-CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {"matmuls": {"policy": "matmuls"}, "full": {}}
-"""Arguments of ``checkpoint`` for each policy, from the one that recomputes least."""
 
 
 class _Recording:
@@ -149,9 +172,14 @@ class _Recording:
             split = self._run(stage)
             ends.append(split.ends())
             parts |= split.blocks()
-        # a block within stages is measured in the middle one, where it neither follows the entry nor precedes the exit
-        blocks = [(path, parts[kept]) for kept in parts for path in self.trimmed.kept[kept]]
-        paths, measured = zip(*blocks, strict=True) if blocks else ((), ())
+        kept = {path: self.trimmed.kept[path] for path in parts}
+        plain = {path: (block.run, parts[name]) for name, block in kept.items() for path in block.stands}
+        paths = tuple(plain)
+        measured = {"none": tuple(part for _, part in plain.values())}
+        for policy in CHECKPOINTS:
+            found = {block.run: parts[name] for name, block in kept.items() if block.policy == policy}
+            if {run for run, _ in plain.values()} <= found.keys():
+                measured[policy] = tuple(found[run] for run, _ in plain.values())
         middle = ends[1] if len(ends) == 3 else StageEnds(ends[-1].entry, ends[0].exit, *_messages(ends))
         tied = self._tied()
         batch = storage_bytes(each for each in self.part.values() if isinstance(each, torch.Tensor))

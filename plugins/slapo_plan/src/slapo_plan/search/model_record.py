@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..measurement.segmented_stage import SegmentedStage
 from ..recording.segments import PassRecord, Segments
@@ -42,7 +43,7 @@ class Part:
 
     def at(self, rows: int, other: Part) -> Part:
         """Return the part for some rows, on the line through this one, of one row, and ``other``, of two."""
-        passes = {name: _line(getattr(self, name), getattr(other, name), rows - 1) for name in PASSES}
+        passes: dict[str, Any] = {name: _line(getattr(self, name), getattr(other, name), rows - 1) for name in PASSES}
         return replace(self, **passes)
 
 
@@ -80,7 +81,8 @@ class ModelRecord:
         first: Ends of the first stage; of the whole model without a pipeline.
         middle: Ends of the stages between.
         last: Ends of the last stage; those of ``first`` without a pipeline.
-        blocks: All blocks in the order in which they run; equal ones are the same object.
+        blocks: All blocks in the order in which they run, by checkpoint policy; ``"none"`` keeps everything, and is the first.
+            Equal blocks are the same object.
         paths: Paths of the blocks in the model.
         tied: Bytes of the parameters that the first and the last stage both hold.
         batch: Bytes of the batch's tensors.
@@ -89,17 +91,21 @@ class ModelRecord:
     first: StageEnds
     middle: StageEnds
     last: StageEnds
-    blocks: tuple[Part, ...]
+    blocks: Mapping[str, tuple[Part, ...]]
     paths: tuple[str, ...]
     tied: int = 0
     batch: int = 0
 
     def at(self, rows: int, other: ModelRecord) -> ModelRecord:
         """Return the record for some rows; ``self`` is of one row, ``other`` of two."""
-        known = {id(own): own.at(rows, their) for own, their in zip(self.blocks, other.blocks, strict=True)}
+        known: dict[int, Part] = {}
+        for policy, parts in self.blocks.items():
+            for own, their in dict.fromkeys(zip(parts, other.blocks[policy], strict=True)):
+                known[id(own)] = own.at(rows, their)
+        blocks = {policy: tuple(known[id(each)] for each in parts) for policy, parts in self.blocks.items()}
         ends = {name: getattr(self, name).at(rows, getattr(other, name)) for name in ("first", "middle", "last")}
         batch = _number(self.batch, other.batch, rows - 1)
-        return replace(self, **ends, blocks=tuple(known[id(each)] for each in self.blocks), batch=batch)
+        return replace(self, **ends, blocks=blocks, batch=batch)
 
 
 def with_blocks_of(stages: ModelRecord, whole: ModelRecord) -> ModelRecord:
@@ -145,7 +151,7 @@ class StageSplitter:
         stage = self._stage
         return {
             path: Part(
-                **{name: found.get(path, NOTHING) for name, found in self._passes.items()},
+                **self._of(path),
                 optimizer=self._step(stage.block_optimizer.get(path, NOTHING), self._parameters[path]),
                 parameters=self._parameters[path],
                 gradients=stage.block_gradients.get(path, 0),
@@ -162,12 +168,12 @@ class StageSplitter:
             change + stage.optimizer.peak - stage.optimizer.change, change, _without(stage.optimizer.work, steps)
         )
         entry = Part(
-            **{name: found.get("", NOTHING) for name, found in self._passes.items()},
+            **self._of(""),
             optimizer=self._step(optimizer, self._rest),
             parameters=self._rest,
             gradients=stage.gradients - sum(each.gradients for each in own),
         )
-        behind = Part(**{name: found.get("behind", NOTHING) for name, found in self._passes.items()})
+        behind = Part(**self._of("behind"))
         return StageEnds(entry, behind, stage.received, stage.sent, stage.sent_back)
 
     def _step(self, step: PassRecord, parameters: int) -> PassRecord:
@@ -176,6 +182,9 @@ class StageSplitter:
             return step
         change = 2 * (step.change + parameters)
         return replace(step, change=change, peak=change + step.peak - step.change)
+
+    def _of(self, place: str) -> dict[str, Any]:
+        return {name: found.get(place, NOTHING) for name, found in self._passes.items()}
 
     def _pieces(self, name: str) -> dict[str, PassRecord]:
         """Return a pass by part; what runs between blocks belongs to the block before it."""

@@ -22,10 +22,10 @@ from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replayed
 from .layouts import Layout, LayoutSpace, Rejection
-from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
-from .model_record import ModelRecord, Part, with_blocks_of
+from .model_measurement import Measurement, TrimmedModel, measure_model
+from .model_record import ModelRecord, with_blocks_of
 from .part_seconds import PartSeconds
-from .stage_costs import EngineFacts, PolicyRecords
+from .stage_costs import EngineFacts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REPLAYED = 32
@@ -56,7 +56,7 @@ class ModelSource:
         self._seconds = PartSeconds(hardware)
         self._splits = False
         self._pairs: dict[Measurement, Pair | str] = {}
-        self._records: dict[tuple[Any, ...], PolicyRecords | str] = {}
+        self._records: dict[tuple[Any, ...], ModelRecord | str] = {}
         self._facts: dict[tuple[Any, ...], EngineFacts | str] = {}
 
     @cached_property
@@ -68,7 +68,7 @@ class ModelSource:
     ) -> tuple[list[Candidate], list[Rejection]]:
         """Return the layouts that fit, fastest first, and those that do not."""
         pipelines, replicas = self._engine.pipeline_choices(), self._engine.replica_choices()
-        devices, blocks = self.hardware.devices_per_node, self._trimmed.blocks
+        devices, blocks = self.hardware.devices_per_node, len(self._trimmed.blocks)
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
         wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
         self._splits = any(pipelines[name].splits_backward for name in wanted)
@@ -89,11 +89,11 @@ class ModelSource:
         facts = self._engine_facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
-        records = self._policy_records(layout)
-        if isinstance(records, str):
-            return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, records)
+        record = self._record(layout)
+        if isinstance(record, str):
+            return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
-        return candidate_of(records, layout, facts, self._seconds, self._build_options(layout), dtype)
+        return candidate_of(record, layout, facts, self._seconds, self._build_options(layout), dtype)
 
     def _build_options(self, layout: Layout) -> dict[str, Any]:
         found = {"microbatches": layout.microbatches, **self._shown}
@@ -105,15 +105,17 @@ class ModelSource:
 
     def _engine_facts(self, layout: Layout) -> EngineFacts | str:
         stages = layout.pp * (self._engine.pipeline_choices()[layout.pipeline_schedule].stages_per_rank if layout.pp > 1 else 1)
-        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule
-        few = min(layout.microbatches, 2 * stages)  # every rank has reached its peak
-        for microbatches in (few, layout.microbatches):
-            facts = self._facts.get((*key, microbatches))
-            if facts is None:
-                facts = self._facts[(*key, microbatches)] = self._read_facts(layout, stages, microbatches)
-            if isinstance(facts, str) or facts.most_kept < microbatches or stages == 1:
-                return facts
-        return facts  # keeps all micro-batches
+        few = min(layout.microbatches, 2 * stages)  # every rank has reached its peak, unless the schedule keeps all of them
+        facts = self._known_facts(layout, stages, few)
+        if isinstance(facts, str) or stages == 1 or facts.most_kept < few:
+            return facts
+        return self._known_facts(layout, stages, layout.microbatches)
+
+    def _known_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
+        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule, microbatches
+        if key not in self._facts:
+            self._facts[key] = self._read_facts(layout, stages, microbatches)
+        return self._facts[key]
 
     def _read_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
         options = {**self.options, **self._build_options(layout), "microbatches": microbatches}
@@ -132,25 +134,20 @@ class ModelSource:
 
     def _replayed(self, candidate: Candidate) -> Candidate:
         layout = candidate.layout
-        facts, records = self._engine_facts(layout), self._policy_records(layout)
+        facts, record = self._engine_facts(layout), self._record(layout)
         assert isinstance(facts, EngineFacts)
-        assert isinstance(records, PolicyRecords)
+        assert isinstance(record, ModelRecord)
         stages, microbatches = len(candidate.stages), max(action.microbatch for action in facts.order[0]) + 1
         mode = self._engine.message_mode(candidate.build_options, stages, layout.pp, microbatches)
-        return replayed(candidate, records.plain, facts, mode, self._seconds)
+        return replayed(candidate, record, facts, mode, self._seconds)
 
-    def _policy_records(self, layout: Layout) -> PolicyRecords | str:
+    def _record(self, layout: Layout) -> ModelRecord | str:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured."""
         key = layout.tp, layout.sequence_parallel, layout.pp > 1, layout.rows
         if key not in self._records:
             staged = layout.pp > 1
-            how = Measurement(layout.tp, layout.sequence_parallel, staged, staged and self._splits)
-            pair = self._measured(how)
-            if isinstance(pair, str):
-                self._records[key] = pair
-            else:
-                plain = pair[0].at(layout.rows, pair[1])
-                self._records[key] = PolicyRecords(plain, _PolicyBlocks(self, how, plain, layout.rows))
+            pair = self._measured(Measurement(layout.tp, layout.sequence_parallel, staged, staged and self._splits))
+            self._records[key] = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
         return self._records[key]
 
     def _measured(self, how: Measurement) -> Pair | str:
@@ -167,17 +164,16 @@ class ModelSource:
         with held_messages() as held:
             one, two = measure_model(self._trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
         self.notes += [f"tp={how.tp}: {message}" for message in held]
-        if how.stages and len(one.blocks) < self._trimmed.blocks:
+        if how.stages and len(one.paths) < len(self._trimmed.blocks):
             whole = self._measured(replace(how, stages=False, splits=False))
             if isinstance(whole, str):
                 raise SlapoError(whole)
             return with_blocks_of(one, whole[0]), with_blocks_of(two, whole[1])
+        if not how.policy and "full" not in one.blocks:  # too few blocks for one of each kind
+            full = self._measured(replace(how, stages=False, splits=False, policy="full"))
+            if not isinstance(full, str):
+                return _with_policy(one, full[0]), _with_policy(two, full[1])
         return one, two
-
-    def policy_blocks(self, how: Measurement, rows: int) -> tuple[Part, ...] | None:
-        """Return the blocks under a policy for some rows; None if the model cannot be measured with it."""
-        pair = self._measured(replace(how, stages=False, splits=False))
-        return None if isinstance(pair, str) else pair[0].at(rows, pair[1]).blocks
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate's real schedule."""
@@ -222,23 +218,8 @@ class ModelSource:
         return exact
 
 
-class _PolicyBlocks(Mapping[str, Any]):
-    """Blocks of a model under each checkpoint policy, measured when they are first asked for."""
-
-    def __init__(self, source: ModelSource, how: Measurement, plain: ModelRecord, rows: int) -> None:
-        self._source, self._how, self._rows = source, how, rows
-        self._known: dict[str, Any] = {"none": plain.blocks}
-
-    def __getitem__(self, policy: str) -> Any:
-        if policy not in self._known:
-            self._known[policy] = self._source.policy_blocks(replace(self._how, policy=policy), self._rows)
-        return self._known[policy]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["none", *(name for name in CHECKPOINTS if self[name] is not None)])
-
-    def __len__(self) -> int:
-        return len([*self])
+def _with_policy(record: ModelRecord, full: ModelRecord) -> ModelRecord:
+    return replace(record, blocks={**record.blocks, "full": full.blocks["none"]})
 
 
 def _step_model(target: str) -> type[StepModel]:

@@ -41,7 +41,7 @@ class PartSeconds:
     def flops(self, record: ModelRecord) -> int:
         """Return three times the operations of a forward of the whole model on one rank of each stage."""
         if id(record) not in self._flops:
-            parts = [record.first.entry, *record.blocks, record.last.exit]
+            parts = [record.first.entry, *record.blocks["none"], record.last.exit]
             known = {id(each): flops_of(each.forward) for each in dict.fromkeys(parts)}
             self._flops[id(record)] = record, 3 * sum(known[id(each)] for each in parts)
         return self._flops[id(record)][1]

@@ -58,11 +58,8 @@ class Plan:
             UnknownNameError: no such setting.
         """
         wanted = check_constraints(settings)
-        return [
-            each
-            for each in (*self.candidates, *self.rejected)
-            if all(each.settings.get(name, values[0]) in values for name, values in wanted.items())
-        ]
+        found: list[Candidate | Rejection] = [*self.candidates, *self.rejected]
+        return [each for each in found if all(each.settings.get(name, values[0]) in values for name, values in wanted.items())]
 
     def mesh(self, candidate: Candidate | None = None) -> Any:
         """Return the device mesh of a candidate, by default the best, on the ranks of this job. Collective."""

@@ -50,19 +50,6 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class PolicyRecords:
-    """Records of a model under each checkpoint policy of its blocks, for the rows of a layout.
-
-    Args:
-        plain: The model without checkpoints; its ends count.
-        blocks: Blocks under each policy, from the one that recomputes least to the one that recomputes most.
-    """
-
-    plain: ModelRecord
-    blocks: Mapping[str, Sequence[Part]]
-
-
-@dataclass(frozen=True)
 class EngineFacts:
     """What the engine of a layout tells of its step.
 
@@ -99,10 +86,10 @@ def split_blocks(record: ModelRecord, stages: int, seconds: PartSeconds) -> list
     extra = [0.0] * stages
     extra[0] += _both(record.first.entry, seconds)
     extra[-1] += _both(record.last.exit, seconds)
-    total = sum(_both(each, seconds) for each in record.blocks)
-    block = total / max(1, len(record.blocks))
+    blocks = record.blocks["none"]
+    block = sum(_both(each, seconds) for each in blocks) / max(1, len(blocks))
     counts = [1] * stages
-    for _ in range(len(record.blocks) - stages):
+    for _ in range(len(blocks) - stages):
         stage = min(range(stages), key=lambda index: extra[index] + (counts[index] + 1) * block)
         counts[stage] += 1
     return counts
@@ -112,22 +99,22 @@ def _both(part: Part, seconds: PartSeconds) -> float:
     return seconds(part.forward) + seconds(part.next_backward)
 
 
-def stage_costs(records: PolicyRecords, layout: Layout, facts: EngineFacts, seconds: PartSeconds) -> list[StageCost]:
+def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds) -> list[StageCost]:
     """Return the stages of a layout, each rank with the least recomputation that fits.
 
     Args:
-        records: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
+        record: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
         layout: The layout.
         facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
     """
     stages = sum(map(len, facts.stages.values()))
-    counts = split_blocks(records.plain, stages, seconds) if stages > 1 else [len(records.plain.blocks)]
+    counts = split_blocks(record, stages, seconds) if stages > 1 else [len(record.paths)]
     begins = [sum(counts[:index]) for index in range(stages + 1)]
     found: dict[int, StageCost] = {}
     for rank, own in facts.stages.items():
         blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
-        found |= _Rank(records, layout, facts, seconds, rank, blocks).costs()
+        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs()
     return [found[stage] for stage in range(stages)]
 
 
@@ -136,24 +123,24 @@ class _Rank:
 
     def __init__(
         self,
-        records: PolicyRecords,
+        record: ModelRecord,
         layout: Layout,
         facts: EngineFacts,
         seconds: PartSeconds,
         rank: int,
         blocks: Sequence[range],
     ) -> None:
-        self.records, self.layout, self.facts, self.seconds = records, layout, facts, seconds
+        self.record, self.layout, self.facts, self.seconds = record, layout, facts, seconds
         self.rank, self.stages, self.blocks = rank, facts.stages[rank], blocks
         self.replicas = Replicas(layout.dp, facts.divided, gathers_blocks=layout.pp == 1)
         last = sum(map(len, facts.stages.values())) - 1
         self.ends = [self._ends(stage, last) for stage in self.stages]
-        self.tied = records.plain.tied if {0, last} <= {*self.stages} and last else 0
+        self.tied = record.tied if {0, last} <= {*self.stages} and last else 0
 
     def _ends(self, stage: int, last: int) -> StageEnds:
         """Return the ends of a stage; to another stage of this rank it sends nothing."""
-        plain = self.records.plain
-        found = plain.first if stage == 0 else plain.last if stage == last else plain.middle
+        record = self.record
+        found = record.first if stage == 0 else record.last if stage == last else record.middle
         if stage + 1 in self.stages:
             found = replace(found, sent=0)
         return replace(found, sent_back=0) if stage - 1 in self.stages else found
@@ -171,7 +158,7 @@ class _Rank:
         return found
 
     def _part(self, block: int, policies: Mapping[int, str]) -> Part:
-        return self.records.blocks[policies[block]][block]
+        return self.record.blocks[policies[block]][block]
 
     def _least_recomputation(self, limit: int) -> tuple[dict[int, str], int]:
         """Return the policy of each block and the peak; with the most recomputation if nothing fits."""
@@ -203,7 +190,7 @@ class _Rank:
             for place, block in enumerate(blocks):
                 options = [
                     (name, self._cost(parts[block]), times * parts[block].forward.change)
-                    for name, parts in self.records.blocks.items()
+                    for name, parts in self.record.blocks.items()
                 ]
                 found += [(-rate, place, block, name) for name, rate in _upper_hull(options)]
         return [(block, name) for _, _, block, name in sorted(found)]
@@ -217,7 +204,7 @@ class _Rank:
             parts = [self._part(block, policies) for block in blocks]
             runs: list[Run] = [(own[0], len(own)) for _, equal in groupby(parts, key=id) if (own := [*equal])]
             sizes.append(StageSizes.of(ends, runs, self.replicas))
-        record, facts = self.records.plain, self.facts
+        record, facts = self.record, self.facts
         states, microbatches = facts.states[self.rank], self.layout.microbatches
         return peak_bytes(sizes, states, facts.rules, self.replicas, microbatches, record.batch, self.tied)
 

@@ -20,18 +20,18 @@ class Replicas(NamedTuple):
     """How the replicas of a layout share memory.
 
     Args:
-        count: Number of replicas.
+        number: Number of replicas.
         divided: Kinds of memory that they divide among them.
         gathers_blocks: True if the parameters of a block are gathered as it runs; False if all are for the whole step.
     """
 
-    count: int = 1
+    number: int = 1
     divided: frozenset[str] = frozenset()
     gathers_blocks: bool = False
 
     def share(self, nbytes: int, kind: str) -> int:
         """Return the bytes of a kind on one replica."""
-        return -(-nbytes // self.count) if kind in self.divided else nbytes
+        return -(-nbytes // self.number) if kind in self.divided else nbytes
 
     def gathered(self, part: Part) -> Part:
         """Return the passes of a block that is gathered as it runs: the next block's parameters are gathered meanwhile.
@@ -170,4 +170,4 @@ def _messages(stage: StageSizes, rules: MemoryRules, microbatches: int) -> int:
     if rules.receive_buffers:
         on_the_way = (sent + sent_back) * microbatches if rules.keeps_sent else sent_back + sent * (microbatches > 1)
         return (received + sent) * microbatches + on_the_way
-    return (received + sent) * max(rules.fixed_buffers, rules.holds_received)
+    return received + sent if rules.fixed_buffers or rules.holds_received else 0
