@@ -19,6 +19,7 @@ class SegmentedStage:
         optimizer: The first step of the optimizer on all parameters that ran.
         block_optimizer: The same on the parameters of each block that stands for others, by path.
         block_gradients: Bytes of the gradients of each of these, by path.
+        block_outputs: Bytes of the first tensor that each block returned, by path.
     """
 
     begin: PassRecord
@@ -36,6 +37,7 @@ class SegmentedStage:
     gradients: int
     block_optimizer: Mapping[str, PassRecord] = field(default_factory=dict)
     block_gradients: Mapping[str, int] = field(default_factory=dict)
+    block_outputs: Mapping[str, int] = field(default_factory=dict)
     arrivals: tuple[GradientSize, ...] = ()
     unused: int = 0
 

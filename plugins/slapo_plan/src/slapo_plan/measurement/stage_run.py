@@ -156,6 +156,7 @@ class _StageRun:
             sent_back=self.sent_back,
             gradients=_gradient_bytes(trained),
             block_gradients={path: _gradient_bytes(own) for path, own in of_block.items()},
+            block_outputs=dict(self.marks.outputs),
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
         )

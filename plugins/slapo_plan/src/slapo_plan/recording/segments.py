@@ -70,6 +70,9 @@ class SegmentMarks:
     Args:
         recorder: Records the run.
         blocks: Blocks by path.
+
+    Attributes:
+        outputs: Bytes of the first tensor that each block returned.
     """
 
     def __init__(self, recorder: RunRecorder, blocks: dict[str, nn.Module]) -> None:
@@ -78,6 +81,7 @@ class SegmentMarks:
         self._segments = Segments()
         self._name = ""
         self._start = 0
+        self.outputs: dict[str, int] = {}
 
     def __enter__(self) -> SegmentMarks:
         for path, block in self._blocks.items():
@@ -120,6 +124,7 @@ class SegmentMarks:
     def _leave(self, path: str, _: nn.Module, args: Any, result: Any) -> None:
         self._cut("")
         first = next(_with_gradient(tree_leaves(result)), None)
+        self.outputs[path] = 0 if first is None else first.nbytes
         if first is not None:
             first.register_hook(partial(self._begin_backward, path))  # type: ignore[no-untyped-call]
 

@@ -76,17 +76,17 @@ class TrimmedModel:
     runs: Sequence[tuple[str, ...]]
 
     @staticmethod
-    def of(model: nn.Module) -> TrimmedModel:
-        """Return such a copy of a model, which does not change."""
+    def of(model: nn.Module, policies: Sequence[str] = ()) -> TrimmedModel:
+        """Return such a copy of a model, which does not change, with blocks for some policies."""
         paths = {id(module): path for path, module in model.named_modules()}
-        runs = block_runs(model, ahead=len(CHECKPOINTS))
+        runs = block_runs(model, ahead=len(policies))
         with trimmed_runs(runs):
             made = copy.deepcopy(model)
             names = {id(run.holder): iter([*run.holder._modules]) for run in runs}
         kept: dict[str, KeptBlock] = {}
         whole = [tuple(f"{paths[id(run.holder)]}.{name}" for name in run.names) for run in runs]
         for number, run in enumerate(runs):
-            for block in _kept_blocks(number, whole[number], len(run.kept)):
+            for block in _kept_blocks(number, whole[number], len(run.kept), policies):
                 kept[f"{paths[id(run.holder)]}.{next(names[id(run.holder)])}"] = block
         return TrimmedModel(made, kept, whole)
 
@@ -96,9 +96,9 @@ class TrimmedModel:
         return [path for run in self.runs for path in run]
 
 
-def _kept_blocks(run: int, paths: tuple[str, ...], count: int) -> list[KeptBlock]:
+def _kept_blocks(run: int, paths: tuple[str, ...], count: int, policies: Sequence[str]) -> list[KeptBlock]:
     """Return the blocks that are kept of one run: the first, one between, one for each policy with room for it, the last."""
-    policies = [*CHECKPOINTS][max(0, len(CHECKPOINTS) - max(0, count - 2)) :]
+    policies = policies[max(0, len(policies) - max(0, count - 2)) :]
     plain = count - len(policies)
     stands = (
         [(paths[0],), paths[1:-1], (paths[-1],)]
@@ -141,7 +141,7 @@ def measure_model(
             for rows in (1, 2):
                 part = runner.split(with_rows(rows * stages))[0]
                 planned = runner.plan(program, part)
-                found.append(_Recording(trimmed, planned, runner, part, factory, how.splits).record())
+                found.append(_Recording(trimmed, planned, runner, part, factory if rows == 1 else None, how.splits).record())
     return found[0], found[1]
 
 
@@ -160,10 +160,17 @@ class _Recording:
     """Runs the stages of one program."""
 
     def __init__(
-        self, trimmed: TrimmedModel, program: Program, runner: StageRunner, part: Batch, optimizer: Any, splits: bool
+        self,
+        trimmed: TrimmedModel,
+        program: Program,
+        runner: StageRunner,
+        part: Batch,
+        optimizer: Any,
+        splits: bool,
     ) -> None:
         self.trimmed, self.program, self.runner = trimmed, program, runner
         self.part, self.optimizer, self.splits = part, optimizer, splits
+        self.output = 0
 
     def record(self) -> ModelRecord:
         parts: dict[str, Part] = {}
@@ -183,7 +190,7 @@ class _Recording:
         middle = ends[1] if len(ends) == 3 else StageEnds(ends[-1].entry, ends[0].exit, *_messages(ends))
         tied = self._tied()
         batch = storage_bytes(each for each in self.part.values() if isinstance(each, torch.Tensor))
-        return ModelRecord(ends[0], middle, ends[-1], measured, paths, tied, batch)
+        return ModelRecord(ends[0], middle, ends[-1], measured, paths, tied, batch, self.output)
 
     def _run(self, stage: Stage) -> StageSplitter:
         modules = dict(stage.module.named_modules())
@@ -195,17 +202,42 @@ class _Recording:
         stands = dict.fromkeys(blocks, 0)
         found = run_segmented(stage, self.part, forward, self.optimizer, blocks, StageParameters(), self.splits, stands)
         sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
-        inside = {id(each) for block in blocks.values() for each in block.parameters()}
-        rest = storage_bytes([*(each for each in stage.module.parameters() if id(each) not in inside), *stage.module.buffers()])
+        self.output = max(self.output, *found.block_outputs.values(), 0)
+        before, behind = _outside(stage.module, [*blocks.values()])
         halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())
-        keeps_copies = halves and self.runner.memory(self.optimizer) is not None
-        return StageSplitter(found, sizes, rest, keeps_copies)
+        keeps_copies = halves and self.optimizer is not None and self.runner.memory(self.optimizer) is not None
+        return StageSplitter(found, sizes, before, behind, keeps_copies)
 
     def _tied(self) -> int:
-        named = dict(self.program.module.named_parameters(remove_duplicate=False))
         last = len(self.program.stages) - 1
-        ends = [tie for tie in self.program.ties if {0, last} <= set(tie.stages)] if last else []
-        return sum(named[tie.names[0]].nbytes for tie in ends)
+        if not last:
+            return _tied_bytes(self.program.module, self.trimmed.kept)
+        named = dict(self.program.module.named_parameters(remove_duplicate=False))
+        return sum(named[tie.names[0]].nbytes for tie in self.program.ties if {0, last} <= set(tie.stages))
+
+
+def _outside(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return the bytes of parameters and buffers of no block: those before the last block in order, and those behind it."""
+    inside = {id(each) for block in blocks for each in (*block.parameters(), *block.buffers())}
+    order = [*module.parameters(), *module.buffers()]
+    last = max((index for index, each in enumerate(module.parameters()) if id(each) in inside), default=-1)
+    behind = [each for index, each in enumerate(module.parameters()) if index > last and blocks]
+    ends = {id(each) for each in behind}
+    before = [each for each in order if id(each) not in inside and id(each) not in ends]
+    return storage_bytes(before), storage_bytes(behind)
+
+
+def _tied_bytes(module: nn.Module, blocks: Mapping[str, KeptBlock]) -> int:
+    """Return the bytes of parameters that have a name before the blocks and one behind them."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    inside = [index for index, name in enumerate(names) if any(name.startswith(f"{path}.") for path in blocks)]
+    if not inside:
+        return 0
+    places: dict[int, set[bool]] = {}
+    for index, (_, each) in enumerate(module.named_parameters(remove_duplicate=False)):
+        if not inside[0] <= index <= inside[-1]:
+            places.setdefault(id(each), set()).add(index > inside[-1])
+    return sum(each.nbytes for each in module.parameters() if len(places.get(id(each), ())) == 2)
 
 
 def _messages(ends: Sequence[StageEnds]) -> tuple[int, int, int]:

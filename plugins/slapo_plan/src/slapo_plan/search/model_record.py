@@ -86,6 +86,7 @@ class ModelRecord:
         paths: Paths of the blocks in the model.
         tied: Bytes of the parameters that the first and the last stage both hold.
         batch: Bytes of the batch's tensors.
+        output: Bytes of the first tensor that a block returns.
     """
 
     first: StageEnds
@@ -95,6 +96,7 @@ class ModelRecord:
     paths: tuple[str, ...]
     tied: int = 0
     batch: int = 0
+    output: int = 0
 
     def at(self, rows: int, other: ModelRecord) -> ModelRecord:
         """Return the record for some rows; ``self`` is of one row, ``other`` of two."""
@@ -104,31 +106,41 @@ class ModelRecord:
                 known[id(own)] = own.at(rows, their)
         blocks = {policy: tuple(known[id(each)] for each in parts) for policy, parts in self.blocks.items()}
         ends = {name: getattr(self, name).at(rows, getattr(other, name)) for name in ("first", "middle", "last")}
-        batch = _number(self.batch, other.batch, rows - 1)
-        return replace(self, **ends, blocks=blocks, batch=batch)
+        batch, output = _number(self.batch, other.batch, rows - 1), _number(self.output, other.output, rows - 1)
+        return replace(self, **ends, blocks=blocks, batch=batch, output=output)
 
 
-def with_blocks_of(stages: ModelRecord, whole: ModelRecord) -> ModelRecord:
-    """Return the record of a pipeline whose stages have no blocks that run as modules, with the parts of the whole model.
+def as_pipeline(whole: ModelRecord) -> ModelRecord:
+    """Return the record of a model's stages as the record of the whole model suggests it, without what cutting changes."""
+    output = whole.output
+    first = StageEnds(whole.first.entry, sent=output)
+    last = StageEnds(exit=whole.last.exit, received=output, sent_back=output)
+    tied = whole.tied / max(1, whole.first.entry.parameters)
+    entry, behind = whole.first.entry, last.exit
+    copies = PassRecord(round(entry.optimizer.peak * tied), round(entry.optimizer.change * tied))
+    end = replace(
+        behind,
+        parameters=behind.parameters + round(entry.parameters * tied),
+        gradients=behind.gradients + round(entry.gradients * tied),
+        optimizer=PassRecord.join([behind.optimizer, copies]),
+    )
+    middle = StageEnds(received=output, sent=output, sent_back=output)
+    return replace(whole, first=first, middle=middle, last=replace(last, exit=end))
 
-    Args:
-        stages: Record of the stages; its messages and the parameters of its ends count.
-        whole: Record of the whole model.
+
+def with_policies_of(stages: ModelRecord, whole: ModelRecord) -> ModelRecord:
+    """Return the record of stages that were measured without checkpoints, with the blocks of the whole model under policies.
+
+    Stages whose blocks do not run as modules have those of the whole model.
     """
-    everything = max(1, whole.first.entry.parameters)
-
-    def end(part: Part, ends: StageEnds) -> Part:
-        share, step = ends.entry.parameters / everything, whole.first.entry.optimizer
-        scaled = PassRecord(
-            round(step.peak * share), round(step.change * share), step.work if part is whole.first.entry else ()
-        )
-        gradients = round(whole.first.entry.gradients * share)
-        return replace(part, parameters=ends.entry.parameters, gradients=gradients, optimizer=scaled)
-
-    first = replace(stages.first, entry=end(whole.first.entry, stages.first), exit=Part())
-    last = replace(stages.last, entry=Part(), exit=end(whole.last.exit, stages.last))
-    middle = replace(stages.middle, entry=Part(), exit=Part())
-    return replace(stages, first=first, middle=middle, last=last, blocks=whole.blocks, paths=whole.paths)
+    if len(stages.paths) == len(whole.paths):
+        return replace(stages, blocks={**whole.blocks, "none": stages.blocks["none"]})
+    found = as_pipeline(whole)
+    ends = {
+        name: replace(getattr(found, name), received=end.received, sent=end.sent, sent_back=end.sent_back)
+        for name, end in (("first", stages.first), ("middle", stages.middle), ("last", stages.last))
+    }
+    return replace(found, first=ends["first"], middle=ends["middle"], last=ends["last"], tied=stages.tied)
 
 
 class StageSplitter:
@@ -137,13 +149,17 @@ class StageSplitter:
     Args:
         stage: The record; its blocks stand for others.
         parameters: Bytes of the parameters of each block.
-        rest: Bytes of all other parameters and the buffers of the stage.
+        before: Bytes of the parameters and buffers before the blocks, in the order of the model.
+        behind: Bytes of those behind the blocks.
         keeps_copies: True if the engine steps fp32 copies of half-precision parameters.
     """
 
-    def __init__(self, stage: SegmentedStage, parameters: Mapping[str, int], rest: int, keeps_copies: bool = False) -> None:
+    def __init__(
+        self, stage: SegmentedStage, parameters: Mapping[str, int], before: int, behind: int, keeps_copies: bool
+    ) -> None:
         self._order = [*dict.fromkeys(name for name, _ in stage.forward.parts if name)]
-        self._stage, self._parameters, self._rest, self._keeps_copies = stage, parameters, rest, keeps_copies
+        self._stage, self._parameters, self._keeps_copies = stage, parameters, keeps_copies
+        self._before, self._behind = before, behind
         self._passes = {name: self._pieces(name) for name in PASSES}
 
     def blocks(self) -> dict[str, Part]:
@@ -164,16 +180,17 @@ class StageSplitter:
         stage, own = self._stage, [*self.blocks().values()]
         steps = [stage.block_optimizer.get(path, NOTHING) for path in self._order]
         change = stage.optimizer.change - sum(each.change for each in steps)
-        optimizer = PassRecord(
-            change + stage.optimizer.peak - stage.optimizer.change, change, _without(stage.optimizer.work, steps)
-        )
-        entry = Part(
-            **self._of(""),
-            optimizer=self._step(optimizer, self._rest),
-            parameters=self._rest,
-            gradients=stage.gradients - sum(each.gradients for each in own),
-        )
-        behind = Part(**self._of("behind"))
+        work = _without(stage.optimizer.work, steps)
+        gradients = stage.gradients - sum(each.gradients for each in own)
+
+        def end(place: str, parameters: int, has_work: bool) -> Part:
+            share = parameters / max(1, self._before + self._behind)
+            grows = round(change * share)
+            step = PassRecord(grows + stage.optimizer.peak - stage.optimizer.change, grows, work if has_work else ())
+            own = round(gradients * share)
+            return Part(**self._of(place), optimizer=self._step(step, parameters), parameters=parameters, gradients=own)
+
+        entry, behind = end("", self._before, True), end("behind", self._behind, False)
         return StageEnds(entry, behind, stage.received, stage.sent, stage.sent_back)
 
     def _step(self, step: PassRecord, parameters: int) -> PassRecord:

@@ -22,14 +22,14 @@ from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replayed
 from .layouts import Layout, LayoutSpace, Rejection
-from .model_measurement import Measurement, TrimmedModel, measure_model
-from .model_record import ModelRecord, with_blocks_of
+from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
+from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
 from .stage_costs import EngineFacts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_REPLAYED = 32
-"""Number of fastest candidates whose order of actions is replayed."""
+_REFINED = 32
+"""Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replayed."""
 
 Pair = tuple[ModelRecord, ModelRecord]
 
@@ -61,6 +61,10 @@ class ModelSource:
 
     @cached_property
     def _trimmed(self) -> TrimmedModel:
+        return TrimmedModel.of(self.model, [*CHECKPOINTS])
+
+    @cached_property
+    def _few_blocks(self) -> TrimmedModel:
         return TrimmedModel.of(self.model)
 
     def search(
@@ -81,19 +85,37 @@ class ModelSource:
                 elif found not in space.rejected:
                     space.rejected.append(found)
         candidates.sort(key=lambda each: each.step_seconds)
-        first = [self._replayed(each) for each in candidates[:_REPLAYED]]
-        candidates = sorted([*first, *candidates[_REPLAYED:]], key=lambda each: each.step_seconds)
-        return candidates, space.rejected
+        best: list[Candidate] = []
+        while candidates and len(best) < _REFINED:
+            refined = self._refined(candidates.pop(0))
+            if isinstance(refined, Candidate):
+                best.append(refined)
+            else:
+                space.rejected.append(refined)
+        return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
 
-    def _cost(self, layout: Layout) -> Candidate | Rejection:
+    def _cost(self, layout: Layout, *, cuts: bool = False) -> Candidate | Rejection:
         facts = self._engine_facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
-        record = self._record(layout)
+        record = self._record(layout, cuts=cuts)
         if isinstance(record, str):
             return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         return candidate_of(record, layout, facts, self._seconds, self._build_options(layout), dtype)
+
+    def _refined(self, candidate: Candidate) -> Candidate | Rejection:
+        """Return a candidate of a pipeline by the stages of the cut model, with the time of its order of actions."""
+        layout = candidate.layout
+        if layout.pp == 1:
+            return candidate
+        found = self._cost(layout, cuts=True)
+        facts, record = self._engine_facts(layout), self._record(layout, cuts=True)
+        if not isinstance(found, Candidate) or isinstance(facts, str) or isinstance(record, str):
+            return found
+        microbatches = max(action.microbatch for action in facts.order[0]) + 1
+        mode = self._engine.message_mode(found.build_options, len(found.stages), layout.pp, microbatches)
+        return replayed(found, record, facts, mode, self._seconds)
 
     def _build_options(self, layout: Layout) -> dict[str, Any]:
         found = {"microbatches": layout.microbatches, **self._shown}
@@ -132,22 +154,17 @@ class ModelSource:
             self._engine.overlaps_reduction(options, stages, layout.pp),
         )
 
-    def _replayed(self, candidate: Candidate) -> Candidate:
-        layout = candidate.layout
-        facts, record = self._engine_facts(layout), self._record(layout)
-        assert isinstance(facts, EngineFacts)
-        assert isinstance(record, ModelRecord)
-        stages, microbatches = len(candidate.stages), max(action.microbatch for action in facts.order[0]) + 1
-        mode = self._engine.message_mode(candidate.build_options, stages, layout.pp, microbatches)
-        return replayed(candidate, record, facts, mode, self._seconds)
+    def _record(self, layout: Layout, *, cuts: bool) -> ModelRecord | str:
+        """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured.
 
-    def _record(self, layout: Layout) -> ModelRecord | str:
-        """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured."""
-        key = layout.tp, layout.sequence_parallel, layout.pp > 1, layout.rows
+        With ``cuts`` stages are those of a model that was cut; otherwise those that the whole model suggests.
+        """
+        staged, cuts = layout.pp > 1, cuts and layout.pp > 1
+        key = layout.tp, layout.sequence_parallel, staged, cuts, layout.rows
         if key not in self._records:
-            staged = layout.pp > 1
-            pair = self._measured(Measurement(layout.tp, layout.sequence_parallel, staged, staged and self._splits))
-            self._records[key] = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
+            pair = self._measured(Measurement(layout.tp, layout.sequence_parallel, cuts, cuts and self._splits))
+            record = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
+            self._records[key] = record if isinstance(record, str) or not staged or cuts else as_pipeline(record)
         return self._records[key]
 
     def _measured(self, how: Measurement) -> Pair | str:
@@ -161,16 +178,17 @@ class ModelSource:
         return self._pairs[how]
 
     def _measure(self, how: Measurement) -> Pair:
+        trimmed = self._few_blocks if how.stages else self._trimmed
         with held_messages() as held:
-            one, two = measure_model(self._trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
+            one, two = measure_model(trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
         self.notes += [f"tp={how.tp}: {message}" for message in held]
-        if how.stages and len(one.paths) < len(self._trimmed.blocks):
+        if how.stages:
             whole = self._measured(replace(how, stages=False, splits=False))
             if isinstance(whole, str):
                 raise SlapoError(whole)
-            return with_blocks_of(one, whole[0]), with_blocks_of(two, whole[1])
+            return with_policies_of(one, whole[0]), with_policies_of(two, whole[1])
         if not how.policy and "full" not in one.blocks:  # too few blocks for one of each kind
-            full = self._measured(replace(how, stages=False, splits=False, policy="full"))
+            full = self._measured(replace(how, policy="full"))
             if not isinstance(full, str):
                 return _with_policy(one, full[0]), _with_policy(two, full[1])
         return one, two

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from slapo_training import PipelineAction
@@ -28,12 +29,12 @@ class State(NamedTuple):
     begun: tuple[bool, ...]
 
     def covers(self, other: State) -> bool:
-        """Return True if everything that exists in the other state exists in this one."""
-        if self[:3] != other[:3]:
-            return False
-        pairs = [*zip(self.kept, other.kept, strict=True), *zip(self.begun, other.begun, strict=True)]
-        whole = [(a + b, c + d) for a, b, c, d in zip(self.kept, self.half, other.kept, other.half, strict=True)]
-        return all(own >= their for own, their in (*pairs, *whole))
+        """Return True if everything that exists in another state before the same action exists in this one."""
+        for index, kept in enumerate(self.kept):
+            theirs = other.kept[index]
+            if kept < theirs or kept + self.half[index] < theirs + other.half[index] or self.begun[index] < other.begun[index]:
+                return False
+        return True
 
 
 def largest_states(order: Sequence[PipelineAction]) -> list[State]:
@@ -57,5 +58,9 @@ def largest_states(order: Sequence[PipelineAction]) -> list[State]:
             kept[index] -= 1
             half[index] += kind == "I"
         begun[index] |= is_first
-    states = [*found]
-    return [each for each in states if not any(other is not each and other.covers(each) for other in states)]
+    largest: dict[tuple[str, int, bool], list[State]] = {}
+    for state in found:
+        alike = largest.setdefault(state[:3], [])
+        if not any(other.covers(state) for other in alike):
+            alike[:] = [*(other for other in alike if not state.covers(other)), state]
+    return [*chain.from_iterable(largest.values())]

@@ -130,14 +130,14 @@ def peak_bytes(
     parameters, gradients, state = (
         sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state")
     )
-    once = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
+    once: float = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
     held = round(once * (parameters + state)) + microbatches * batch + (gradients if rules.buckets else 0)
     held += sum(_messages(each, rules, microbatches) for each in stages)
     kept = round(once * gradients)
     held_behind = held if rules.buckets else held + kept
     gathered = sum(each.gathered for each in stages)
     views = rules.buckets and microbatches == 1  # gradients are views of the buckets
-    peak = max(
+    peak: int = max(
         held + gathered + max(each.unit for each in stages),
         held_behind + max(each.working for each in stages),
         held + 2 * kept if rules.flattens_gradients else 0,
@@ -152,7 +152,7 @@ def peak_bytes(
         now += sum(growth[index] for index, begun in enumerate(each.begun) if begun)
         peak = max(peak, held + gathered + now + stages[each.stage].passes[_name(each, views)][0])
     whole = sum(growth) if gathered else 0
-    return max(peak, held + gathered + whole + units)
+    return int(max(peak, held + gathered + whole + units))
 
 
 def _name(state: State, views: bool) -> str:
