@@ -43,8 +43,8 @@ def main() -> None:
     fastest = min(real for _, real in every)
     chosen = min(every)[1]
     print(
-        f"\nThe configuration that is predicted to be the fastest takes {chosen / fastest - 1:.1%} longer than the fastest one. "
-        "Correlation\nis Spearman's. Each measured time is the fastest of ten steps."
+        f"\nThe configuration that is predicted to be the fastest takes {chosen / fastest - 1:.1%} longer than the fastest. "
+        "Correlation is\nSpearman's. Each measured time is the fastest of ten steps."
     )
 
 

@@ -89,7 +89,7 @@ class LayoutSpace:
         ranks: Number of ranks.
         global_batch: Rows of a step over all replicas.
         blocks: Number of blocks that stages can be cut at.
-        devices_per_node: Largest ``tp`` unless a constraint says otherwise.
+        devices_per_node: Number that ``tp`` divides, so that its groups lie within nodes, unless a constraint says otherwise.
         constraints: Allowed values by name, from ``check_constraints``.
         pipelines: Pipeline schedules of the target.
         replicas: Ways of the target to run replicas.
@@ -120,12 +120,12 @@ class LayoutSpace:
 
     def degrees(self) -> list[int]:
         """Return the degrees of tensor parallelism."""
-        largest = max([self.devices_per_node, *self.constraints.get("tp", ())])
-        found = [tp for tp in _divisors(self.ranks) if tp <= largest and self._allows("tp", tp)]
+        given = self.constraints.get("tp")
+        found = [tp for tp in _divisors(self.ranks) if (tp in given if given else self.devices_per_node % tp == 0)]
         if not found:
-            given = ", ".join(map(str, self.constraints.get("tp", ())))
+            words = ", ".join(map(str, given or ()))
             nearest = ", ".join(map(str, _divisors(self.ranks)[:8]))
-            raise SlapoError(f"plan: tp={given} does not divide {self.ranks} ranks; these do: {nearest}")
+            raise SlapoError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
         return found
 
     def layouts(self, tp: int) -> Iterator[Layout]:

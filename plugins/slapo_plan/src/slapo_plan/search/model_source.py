@@ -28,7 +28,7 @@ from .part_seconds import PartSeconds
 from .stage_costs import EngineFacts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_REFINED = 32
+_REFINED = 10
 """Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replayed."""
 
 Pair = tuple[ModelRecord, ModelRecord]
