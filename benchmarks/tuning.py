@@ -1,8 +1,9 @@
 """The tuner on a space that was measured exhaustively once: how many trials until it is within 3 % of the best?
 
 ``python -m benchmarks.tuning measure`` runs every configuration of the space on two gloo ranks and writes
-``benchmarks/data/tuning.json``; it takes about ten minutes on a machine without other work. Without an argument the stored
-times are replayed: the tuner with and without predictions, Optuna's TPE as it comes, and random search, each from many seeds.
+``benchmarks/data/tuning.json``, then calibrates the machine; it takes 25 minutes on two cores without other work. Without an
+argument the stored times are replayed: the tuner with and without predictions of the planner, Optuna's TPE as it comes, and
+random search, each from many seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from slapo_core import build, set_random_seed
+from slapo_plan import Hardware, calibrate, estimate, fake_ranks
 from slapo_tune.measurement.job import AXES, TrialJob
 from slapo_tune.sampling.search_plan import Predictions
 from slapo_tune.schedule_space.exploration import enumerate_space
@@ -37,6 +39,8 @@ from slapo_tune.study.tuning_study import TuningStudy
 from slapo_tune.trial.process import Interruption
 
 DATA = Path(__file__).parent / "data" / "tuning.json"
+MACHINE = DATA.with_suffix(".toml")
+"""Calibration of the machine that measured."""
 LAYERS, HIDDEN, HEADS, VOCABULARY, ROWS, LENGTH = 6, 128, 4, 512, 16, 64
 WARMUP, STEPS = 2, 10
 SEEDS = 20
@@ -117,6 +121,7 @@ def measure() -> None:
         records.append({"values": values, **({"seconds": steps} if steps else found[place])})
     DATA.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
     file.unlink()
+    calibrate((1, 2)).save(MACHINE)
 
 
 def _note(file: Path, record: Mapping[str, Any]) -> None:
@@ -163,30 +168,31 @@ def _step_seconds(subject: TrialJob, values: Mapping[str, Any]) -> list[float]:
 
 
 class Prediction(NamedTuple):
-    """Prediction of the closed formula for one configuration."""
+    """Predicted seconds of one configuration."""
 
     settings: dict[str, Any]
     step_seconds: float
 
 
-class FormulaPlan:
-    """Predictions by a closed formula, uncalibrated: a stand-in for a planner that has errors of its own.
+class EstimatedPlan:
+    """Predictions of ``slapo.estimate`` for every configuration, fastest first."""
 
-    It counts forwards, half of them per rank, the bubble of 1F1B, and a constant cost per micro-batch. It knows nothing of
-    communication, of FSDP's gathering, of uneven cuts, or of what Python costs.
-    """
-
-    def __init__(self, values: Sequence[Mapping[str, Any]]) -> None:
-        found = [Prediction(dict(each), self.seconds(each)) for each in values]
+    def __init__(self) -> None:
+        hardware = Hardware.load(MACHINE)
+        found = [Prediction(each, predicted_seconds(each, hardware) or math.inf) for each in configurations()]
         self.candidates = sorted(found, key=lambda each: each.step_seconds)
 
-    @staticmethod
-    def seconds(values: Mapping[str, Any]) -> float:
-        """Return the seconds of a step, in a unit of its own."""
-        work = 3 + values["checkpointed"] / LAYERS
-        microbatches = values["microbatches"]
-        bubble = (microbatches + 1) / microbatches if values["pp"] == 2 else 1.0
-        return work / 2 * bubble + 0.1 * microbatches
+
+def predicted_seconds(values: Mapping[str, Any], hardware: Hardware) -> float | None:
+    """Return the predicted seconds of a configuration; None if its schedule cannot run."""
+    subject = job()
+    sizes = dict(zip(AXES, subject.sizes(values), strict=True))
+    with fake_ranks(**sizes):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=AXES)
+        sch = subject.make_schedule(subject.empty_model(), mesh, ScheduleSpace(values), values)
+        _, batch = subject.share(sizes["dp"], 0)
+        options = {"optimizer": subject.optimizer, **subject.build_options(values)}
+        return estimate(sch, batch, hardware=hardware, **options).step_seconds
 
 
 class ReplayedSubject:
@@ -298,18 +304,16 @@ def main() -> None:
         print("## Tuning\n\nNothing is stored; run `python -m benchmarks.tuning measure` on a machine without other work.")
         return
     seconds = stored_seconds()
-    values = configurations()
     known = [each for each in seconds.values() if each is not None]
-    plan, budget = FormulaPlan(values), len(seconds) // 10
-    pairs = [(found, plan.seconds(each)) for each in values if (found := seconds[configuration_key(each)]) is not None]
+    plan, budget = EstimatedPlan(), len(seconds) // 10
     within = sum(each <= (1 + TOLERANCE) * min(known) for each in known)
     rows = {
-        "slapo.tune, predictions of a closed formula": gaps(seconds, budget, lambda seed: "plan", plan),
+        "slapo.tune, the planner's predictions": gaps(seconds, budget, lambda seed: "plan", plan),
         "slapo.tune": gaps(seconds, budget, lambda seed: "plan"),
         "Optuna's TPE in slapo.tune, no repetitions": gaps(seconds, budget, lambda seed: "tpe"),
         "Optuna's TPE as it comes": optuna_gaps(seconds, budget),
         "random search": gaps(seconds, budget, random_order),
-        "the formula's order alone": iter([formula_order(seconds, plan, budget)]),
+        "the planner's order alone": iter([planner_order(seconds, plan, budget)]),
     }
     print(f"## Tuning: {len(seconds)} configurations of a GPT-2 on 2 gloo ranks, at most {budget} trials, {SEEDS} seeds\n")
     head = f"within {TOLERANCE:.0%} of the best after, median (worst) | seeds within it | gap after 5, 10, {budget} trials"
@@ -319,14 +323,12 @@ def main() -> None:
         print(f"| {name} | {summary([*found], budget)} |", flush=True)
     print(
         f"\nThe fastest configuration takes {1e3 * min(known):.0f} ms, the median one {1e3 * statistics.median(known):.0f} ms; "
-        f"{within} of {len(seconds)} are within {TOLERANCE:.0%} of it, and {len(seconds) - len(known)} fail. The formula knows "
-        f"no communication; its rank correlation with the measured seconds is "
-        f"{rank_correlation(*zip(*pairs, strict=True)):.2f}."
+        f"{within} of {len(seconds)} are within {TOLERANCE:.0%} of it, and {len(seconds) - len(known)} fail."
     )
 
 
-def formula_order(seconds: Mapping[str, float | None], plan: FormulaPlan, trials: int) -> list[float]:
-    """Return the gaps of trying the candidates in the order of the formula."""
+def planner_order(seconds: Mapping[str, float | None], plan: EstimatedPlan, trials: int) -> list[float]:
+    """Return the gaps of trying the candidates in the order of the predictions."""
     best = min(each for each in seconds.values() if each is not None)
     found = [seconds[configuration_key(each.settings)] or math.inf for each in plan.candidates[:trials]]
     return [min(found[: count + 1]) / best - 1 for count in range(trials)]

@@ -132,10 +132,13 @@ def test_what_a_plan_rules_out_is_skipped_with_its_sentence() -> None:
 
 def test_a_planner_s_rejections_name_what_they_rule_out() -> None:
     class Rejection(NamedTuple):
-        what: str
+        settings: Mapping[str, Any]
         reason: str
 
-    plan = Plan((Rejection("tp=16 pp=2", "8 heads"), Rejection("tp=4 fsdp", "no")))  # type: ignore[arg-type]
+        def __str__(self) -> str:
+            return self.reason
+
+    plan = Plan((Rejection({"tp": 16, "pp": 2}, "8 heads"), Rejection({"tp": 4, "data_parallel": "fsdp"}, "no")))
     predictions = Predictions(plan)
     assert "8 heads" in predictions.impossible({"tp": 16, "pp": 2, "dp": 1})
     assert predictions.impossible({"tp": 16, "pp": 1}) == ""

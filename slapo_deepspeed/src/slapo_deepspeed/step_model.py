@@ -14,6 +14,7 @@ from slapo_training import (
     MemoryRules,
     OptimizerFactory,
     PipelineAction,
+    ReplicaChoice,
     StageRunner,
     StepFacts,
     StepModel,
@@ -41,8 +42,17 @@ class DeepSpeedStepModel(StepModel):
         return DeepSpeedStageRunner(program, DeepSpeedOptions.of(config))
 
     @classmethod
-    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        is_pipeline = len(program.stages) > 1
+    def replica_choices(cls) -> Mapping[str, ReplicaChoice]:
+        """Return the stages of ZeRO."""
+        divided = ((), ("optimizer",), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
+        return {
+            f"zero{stage}": ReplicaChoice({"config": {"zero_optimization": {"stage": stage}}}, kinds, stage < 2)
+            for stage, kinds in enumerate(divided)
+        }
+
+    @classmethod
+    def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
+        is_pipeline = stages > 1
         return MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline, kept_losses=2 * is_pipeline)
 
     @classmethod

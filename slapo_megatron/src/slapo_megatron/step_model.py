@@ -16,6 +16,8 @@ from slapo_training import (
     MessageSizes,
     OptimizerFactory,
     PipelineAction,
+    PipelineChoice,
+    ReplicaChoice,
     StageRunner,
     StepFacts,
     StepModel,
@@ -51,8 +53,18 @@ class MegatronStepModel(StepModel):
         return MegatronStageRunner(program, MegatronOptions.of(config))
 
     @classmethod
-    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        stages, ranks = len(program.stages), program.axis_size("pp")
+    def pipeline_choices(cls) -> Mapping[str, PipelineChoice]:
+        return {"1f1b": PipelineChoice({}), "interleaved": PipelineChoice({}, 2)}
+
+    @classmethod
+    def replica_choices(cls) -> Mapping[str, ReplicaChoice]:
+        return {
+            "ddp": ReplicaChoice({}),
+            "distributed_optimizer": ReplicaChoice({"distributed_optimizer": True}, ("optimizer",)),
+        }
+
+    @classmethod
+    def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
         if stages == ranks:
             return MemoryRules(holds_received=stages > 1)
         return MemoryRules(messages=partial(_interleaved_messages, config, stages, ranks))

@@ -35,7 +35,8 @@ def planned() -> Plan:
 def test_candidates_are_sorted_and_fit() -> None:
     found = [*planned()]
     assert len(found) > 10
-    assert [each.step_seconds for each in found] == sorted(each.step_seconds for each in found)
+    assert [each.is_estimated for each in found] == [True] + [False] * (len(found) - 1)
+    assert [each.step_seconds for each in found[1:]] == sorted(each.step_seconds for each in found[1:])
     assert all(each.peak <= 18 * MIB for each in found)
     assert all(each.layout.tp * each.layout.pp * each.layout.dp == 4 for each in found)
     assert all(each.layout.dp * each.layout.rows * each.layout.microbatches == 16 for each in found)

@@ -16,6 +16,8 @@ from slapo_training import (
     MessageMode,
     OptimizerFactory,
     PipelineAction,
+    PipelineChoice,
+    ReplicaChoice,
     StageParameters,
     StageRunner,
     StepFacts,
@@ -29,6 +31,12 @@ from .fsdp.wrap_policy import can_shard
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
 from .step.stage_call import StageCall, autocast_context
+
+_STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+"""Stages per rank of the schedules that planners may choose."""
+_SPLIT = ("zero_bubble", "zbv", "dualpipev")
+_TRIED = ("1f1b", "interleaved", "zbv")
+"""Those that planners choose by themselves: the others wait as long with more memory."""
 
 
 class TorchStepModel(StepModel):
@@ -45,9 +53,22 @@ class TorchStepModel(StepModel):
         return TorchStageRunner(program, Options.of(config))
 
     @classmethod
-    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        ddp = program.axis_size("dp") > 1 and config.get("data_parallel", Options.data_parallel) == "ddp"
-        staged, several = len(program.stages) > 1, kind_of(_schedule(config)).stages_per_rank != 1
+    def pipeline_choices(cls) -> Mapping[str, PipelineChoice]:
+        return {
+            name: PipelineChoice({"pipeline_schedule": name}, number, name in _TRIED, name in _SPLIT)
+            for name, number in _STAGES.items()
+        }
+
+    @classmethod
+    def replica_choices(cls) -> Mapping[str, ReplicaChoice]:
+        everything = "parameters", "gradients", "optimizer"
+        kinds = {"ddp": (), "fsdp": everything}
+        return {name: ReplicaChoice({"data_parallel": name}, divided) for name, divided in kinds.items()}
+
+    @classmethod
+    def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
+        ddp = replicas > 1 and config.get("data_parallel", Options.data_parallel) == "ddp"
+        staged, several = stages > 1, kind_of(_schedule(config)).stages_per_rank != 1
         keeps_sent = staged and (several or _schedule(config) == "gpipe")
         afterwards = ddp and staged and several
         return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)

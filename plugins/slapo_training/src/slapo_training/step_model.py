@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +87,36 @@ class MemoryRules(NamedTuple):
     kept_losses: int = 0
     flattens_gradients: bool = False
     messages: Callable[[Sequence[PipelineAction], Mapping[int, MessageSizes]], Sequence[int]] | None = None
+
+
+class PipelineChoice(NamedTuple):
+    """One pipeline schedule that planners may choose.
+
+    Args:
+        options: Options of ``build`` that choose it.
+        stages_per_rank: Number of stages of each rank.
+        is_default: False if planners try it only when asked to.
+        splits_backward: True if it runs backwards for inputs and for weights apart.
+    """
+
+    options: Mapping[str, Any]
+    stages_per_rank: int = 1
+    is_default: bool = True
+    splits_backward: bool = False
+
+
+class ReplicaChoice(NamedTuple):
+    """One way to run data-parallel replicas that planners may choose.
+
+    Args:
+        options: Options of ``build`` that choose it; nested mappings are joined with those of the user.
+        divided: Kinds of memory that replicas divide among them: ``"parameters"``, ``"gradients"``, ``"optimizer"``.
+        allows_pipeline: False if it needs a model in one stage.
+    """
+
+    options: Mapping[str, Any]
+    divided: Collection[str] = ()
+    allows_pipeline: bool = True
 
 
 class StageRunner(ABC):
@@ -184,8 +214,25 @@ class StepModel:
         raise NotImplementedError
 
     @classmethod
-    def memory_rules(cls, program: Program, config: Mapping[str, Any]) -> MemoryRules:
-        """Return what the engine allocates beside the model; arguments as of ``stage_runner``."""
+    def pipeline_choices(cls) -> Mapping[str, PipelineChoice]:
+        """Return the pipeline schedules that planners may choose, by name; by default the only one, ``"1f1b"``."""
+        return {"1f1b": PipelineChoice({})}
+
+    @classmethod
+    def replica_choices(cls) -> Mapping[str, ReplicaChoice]:
+        """Return the ways to run replicas that planners may choose, by name; by default the only one, ``"ddp"``."""
+        return {"ddp": ReplicaChoice({})}
+
+    @classmethod
+    def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
+        """Return what the engine allocates beside the model.
+
+        Args:
+            config: Options of ``build``.
+            stages: Number of stages.
+            ranks: Number of ranks along ``pp``.
+            replicas: Number of ranks along ``dp``.
+        """
         return MemoryRules()
 
     @classmethod

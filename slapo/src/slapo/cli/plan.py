@@ -26,19 +26,25 @@ def plan(
     global_batch: Annotated[
         int, typer.Option(help="Sequences in an optimizer step, over all devices; 0: as many as devices.")
     ] = 0,
+    target: Annotated[str, typer.Option(help="Engine to plan for; `slapo dialects` lists them.")] = "torch",
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision of the computation.")] = "fp32",
     tp: Annotated[int | None, Ranks] = None,
     pp: Annotated[int | None, Ranks] = None,
     dp: Annotated[int | None, Ranks] = None,
     rows: Annotated[int | None, typer.Option(help="Only micro-batches of this many sequences.", show_default=False)] = None,
     data_parallel: Annotated[
-        Literal["ddp", "fsdp"] | None, typer.Option(help="Only this kind of data parallelism.", show_default=False)
+        str | None,
+        typer.Option(help="Only this kind of data parallelism: ddp, fsdp, or of another engine.", show_default=False),
+    ] = None,
+    pipeline_schedule: Annotated[
+        str | None, typer.Option(help="Only this pipeline schedule, such as 1f1b, interleaved or zbv.", show_default=False)
     ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option("--sequence-parallel/--no-sequence-parallel", help="Only with, or without it.", show_default=False),
     ] = None,
     top: Annotated[int, typer.Option(help="Number of layouts to print.")] = 10,
+    check: Annotated[int, typer.Option(help="Number of best layouts whose real schedule is estimated.")] = 1,
     save: Annotated[
         str, typer.Option(help="Write the best for `slapo train --schedule`.", metavar="FILE.py", show_default=False)
     ] = "",

@@ -101,7 +101,7 @@ def _answer(settings: PlanSettings, hardware: Hardware) -> tuple[PlanSettings, P
         found, words = most_rows(settings, probe)
     else:
         found = settings
-    return found, _search(found, hardware, check=1), words
+    return found, _search(found, hardware, settings.check), words
 
 
 def _search(settings: PlanSettings, hardware: Hardware, check: int) -> Plan:
@@ -117,6 +117,7 @@ def _search(settings: PlanSettings, hardware: Hardware, check: int) -> Plan:
             hardware=hardware,
             constraints=settings.constraints,
             check=check,
+            target=settings.target,
             **options,
         )
     except ScheduleError as err:

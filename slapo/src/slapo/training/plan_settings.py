@@ -11,7 +11,9 @@ from slapo_report import format_count
 from ..run_data.settings import Settings, SettingsError
 
 MOST_RANKS = 16384
-_CONSTRAINTS = ("tp", "pp", "dp", "rows", "data_parallel", "sequence_parallel")
+_CONSTRAINTS = ("tp", "pp", "dp", "rows", "data_parallel", "sequence_parallel", "pipeline_schedule")
+_UNCHANGED = ("hardware", "target", "precision", "top", "check", "save", "report", "as_json")
+"""Flags that are settings as they are."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class PlanSettings:
         global_batch: Sequences in an optimizer step, over all devices; 0 with ``"fit"``: as many as devices.
         constraints: Values that layouts must have, by the names of ``slapo_plan.plan``.
         hardware: Name or file.
+        target: Name of the engine's dialect.
         precision: Precision of the computation.
         top: Number of layouts to print.
+        check: Number of best layouts whose real schedule is estimated.
         save: Schedule file to write; empty writes none.
         report: Page to write; empty writes none.
         question: ``"layouts"``, ``"fit"``, ``"max_seq"`` or ``"max_batch"``.
@@ -37,8 +41,10 @@ class PlanSettings:
     global_batch: int
     constraints: Mapping[str, Any]
     hardware: str
+    target: str
     precision: str
     top: int
+    check: int
     save: str
     report: str
     question: str
@@ -56,8 +62,8 @@ class PlanSettings:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
             raise SettingsError(f"{flags}: one question at a time; give one of them")
         question = asked[0] if asked else "layouts"
-        for name in ("gpus", "global_batch", *_CONSTRAINTS[:4], "top"):
-            least = 0 if name in ("gpus", "global_batch") else 1
+        for name in ("gpus", "global_batch", *_CONSTRAINTS[:4], "top", "check"):
+            least = 0 if name in ("gpus", "global_batch", "check") else 1
             if given[name] is not None and given[name] < least:
                 raise SettingsError(f"--{name.replace('_', '-')} {given[name]}: not a positive number; use 1 or more")
         sizes = {
@@ -74,7 +80,7 @@ class PlanSettings:
             global_batch=given["global_batch"] or (0 if question == "fit" else gpus),
             constraints={name: given[name] for name in _CONSTRAINTS if given[name] is not None},
             question=question,
-            **{name: given[name] for name in ("hardware", "precision", "top", "save", "report", "as_json")},
+            **{name: given[name] for name in _UNCHANGED},
         )
         if question == "fit":
             return settings

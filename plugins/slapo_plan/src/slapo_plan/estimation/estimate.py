@@ -81,7 +81,7 @@ def estimate(
     with runner.weights(), tracked_random_states(), model_errors("estimate"):
         planned = runner.plan(program, parts[0])
         records = stage_records(planned, runner, parts[0], optimizer, split, len(parts))
-    rules = model.memory_rules(program, options)
+    rules = model.memory_rules(options, len(program.stages), layout["pp"], layout["dp"])
     nbytes = _input_bytes(batch, sch.example_inputs)
     cluster = hardware if hardware is None or isinstance(hardware, Hardware) else Hardware.load(hardware)
     traffic = StepTraffic(MeshGroups(program.mesh), cluster)

@@ -22,7 +22,7 @@ from ..measurement.stage_run import OptimizerFactory, run_stage
 from ..recording.segments import PassRecord
 from ..recording.storage_tracker import storage_bytes
 
-_MOST_BYTES_WITH_VALUES = 2**28
+MOST_BYTES_WITH_VALUES = 2**28
 """Largest parameters of a stage that runs on real tensors."""
 
 _VALUES = (
@@ -70,7 +70,7 @@ def stage_records(
         if engines:
             replicas = [run_engine_stage(stage, part, forward, each, microbatches) for each in engines]
             return max(replicas, key=_peak_of_replica)
-        can_run_on_values = storage_bytes(stage.module.parameters()) <= _MOST_BYTES_WITH_VALUES
+        can_run_on_values = storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES
         if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
             note = note or _LSTM
         whole = partial(runner.whole_tensors, program, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,11 +19,12 @@ from slapo_training import StageParameters
 from slapo_training.optimizers import FakeWholeTensors
 
 from ..recording.run_recorder import RunRecorder
-from ..recording.segments import PassRecord, SegmentMarks, Segments
+from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
 from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals
-from .repeated_blocks import LONGEST_PATTERN, BlockRun, block_runs, trimmed_runs
+from .repeated_blocks import LONGEST_PATTERN, block_runs, trimmed_runs
+from .segmented_stage import SegmentedStage
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
 
@@ -62,20 +64,46 @@ def run_stage(
     held = parameters or StageParameters()
     is_trimmed = trims and held.units_ahead is not None
     runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
-    sizes = held.sizes(stage.module), storage_bytes(stage.module.buffers())
+    nbytes, numbers = held.sizes(stage.module)
+    buffers = storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
-        fake = not with_values
-        sandbox = Sandbox(stage.module, part, fake=fake, keeps_values=fake, most_values=most_values, copies=with_values)
-        with sandbox.open(grad=True), warnings.catch_warnings():
-            # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-            run = _StageRun(stage, part, forward, sandbox, runs, held)
-            try:
-                record = run.record(optimizer, splits, *sizes)
-            finally:
-                held.close()
+        paths = {id(module): path for path, module in stage.module.named_modules()}
+        blocks = {paths[id(block)]: block for run in runs for block in run.kept_blocks}
+        repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
+        found = run_segmented(stage, part, forward, optimizer, blocks, repeated, held, splits, most_values, with_values)
+    record = found.record(repeated, nbytes, buffers, numbers)
     whole = whole_step_record(optimizer, whole_tensors) if optimizer is not None else None
     return record if whole is None else replace(record, optimizer=whole)
+
+
+def run_segmented(
+    stage: Stage,
+    part: Mapping[str, Any],
+    forward: StageForward,
+    optimizer: OptimizerFactory | None,
+    blocks: Mapping[str, nn.Module],
+    repeated: Sequence[RepeatedBlocks],
+    parameters: StageParameters,
+    splits: bool = False,
+    most_values: int | None = None,
+    with_values: bool = False,
+) -> SegmentedStage:
+    """Run a stage as ``run_stage`` does, and keep its passes cut at some blocks; arguments as there.
+
+    Args:
+        blocks: Modules of the stage at which passes are cut, by path.
+        repeated: Blocks that stand for others; their part in the optimizer's step is told apart.
+    """
+    fake = not with_values
+    sandbox = Sandbox(stage.module, part, fake=fake, keeps_values=fake, most_values=most_values, copies=with_values)
+    with sandbox.open(grad=True), warnings.catch_warnings():
+        # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        run = _StageRun(stage, part, forward, sandbox, blocks, repeated, parameters)
+        try:
+            return run.record(optimizer, splits)
+        finally:
+            parameters.close()
 
 
 def whole_step_record(
@@ -134,14 +162,13 @@ class _StageRun:
         part: Mapping[str, Any],
         forward: StageForward,
         sandbox: Sandbox,
-        runs: list[BlockRun],
+        blocks: Mapping[str, nn.Module],
+        repeated: Sequence[RepeatedBlocks],
         parameters: StageParameters,
     ) -> None:
         self.stage, self.part, self.forward, self.sandbox = stage, part, forward, sandbox
         self.recorder = RunRecorder()
-        paths = {id(module): path for path, module in stage.module.named_modules()}
-        blocks = {paths[id(block)]: block for run in runs for block in run.kept_blocks}
-        self.repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
+        self.repeated = repeated
         ids = [{id(own) for path in each.paths for own in blocks[path].parameters()} for each in self.repeated]
         self.arrivals = GradientArrivals([*stage.module.parameters()], ids, [each.times for each in self.repeated])
         self.parameters = parameters
@@ -150,12 +177,10 @@ class _StageRun:
         held = {id(each): own for each, own in whole}
         self.held_of = [[held[each] for each in held if each in some] for some in ids]
         self.recorder.memory.add([parameters.held, [*stage.module.buffers()], [*part.values()]])
-        self.marks = SegmentMarks(self.recorder, blocks)
+        self.marks = SegmentMarks(self.recorder, dict(blocks))
         self.received = self.sent = self.sent_back = self.awaited = 0
 
-    def record(
-        self, optimizer: OptimizerFactory | None, splits: bool, parameters: tuple[int, int], buffers: int
-    ) -> StageRecord:
+    def record(self, optimizer: OptimizerFactory | None, splits: bool) -> SegmentedStage:
         with resizes_noted(self.recorder.memory), self.recorder, self.marks:
             begin = self.marks.measure(self.parameters.begin_step).whole()
             with self.arrivals.note_arrivals():
@@ -164,37 +189,32 @@ class _StageRun:
             parts = self._run_split() if splits else None
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
-        gradients, step = _gradient_bytes(trained), self._step(optimizer, trained)
-        more = [step]
-        for repeated, held in zip(self.repeated, self.held_of, strict=True):
-            own = [each for each in held if each.grad is not None]
-            gradients += repeated.times * _gradient_bytes(own)
-            more += [self._step_of_block(optimizer, trained, own, step)] * repeated.times
-        step = PassRecord(sum(each.peak for each in more), sum(each.change for each in more), PassRecord.join(more).work)
-        return StageRecord(
+        step = self._step(optimizer, trained)
+        of_repeated = [[each for each in held if each.grad is not None] for held in self.held_of]
+        return SegmentedStage(
             begin=begin,
+            first_forward=first_forward,
             forward=forward,
             first_backward=first[0],
             next_backward=following[0],
             inputs_backward=None if parts is None else parts[0],
-            first_weights=PassRecord() if parts is None else parts[1],
-            next_weights=PassRecord() if parts is None else parts[2],
+            first_weights=Segments() if parts is None else parts[1],
+            next_weights=Segments() if parts is None else parts[2],
             end=end,
             optimizer=step,
+            repeated_optimizer=[self._step_of_block(optimizer, trained, own, step) for own in of_repeated],
             received=self.received,
             sent=self.sent,
             sent_back=self.sent_back,
-            parameters=parameters[0],
-            buffers=buffers,
-            gradients=gradients,
-            numbers=parameters[1],
+            awaited=self.awaited,
+            gradients=_gradient_bytes(trained),
+            repeated_gradients=[_gradient_bytes(own) for own in of_repeated],
+            block_outputs=dict(self.marks.outputs),
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
-            awaited=self.awaited,
-            kept=max(0, first_forward.change - forward.change),
         )
 
-    def _run_split(self) -> tuple[PassRecord, PassRecord, PassRecord] | None:
+    def _run_split(self) -> tuple[Segments, Segments, Segments] | None:
         """Run two micro-batches with split backwards: one without gradients of parameters, and one that adds to them."""
         for each in self.parameters.whole:
             each.grad = None
@@ -203,20 +223,20 @@ class _StageRun:
         return (following[0], first[1], following[1]) if len(first) > 1 else None
 
     def _run_microbatch(
-        self, run_backward: Callable[[list[torch.Tensor], Sequence[torch.Tensor]], list[PassRecord]]
-    ) -> tuple[PassRecord, list[PassRecord]]:
+        self, run_backward: Callable[[list[torch.Tensor], Sequence[torch.Tensor]], list[Segments]]
+    ) -> tuple[Segments, list[Segments]]:
         received = tuple(map(self._receive_buffer, self.stage.inputs))
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
         made: list[Any] = []
         with ExitStack() as context:
             context.enter_context(self.parameters.microbatch())
-            forward = self._measure(lambda: made.append(self.forward(received, self.part)), is_backward=False)
+            forward = self.marks.measure(lambda: made.append(self.forward(received, self.part)))
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             made.clear()
             passes = run_backward(outputs, received)
-            rest = self.marks.measure(context.close).whole()  # e.g. the last reductions of FSDP
-        return forward, [*passes[:-1], PassRecord.join([passes[-1], rest])]
+            rest = self.marks.measure(context.close)  # e.g. the last reductions of FSDP
+        return forward, [*passes[:-1], passes[-1].followed_by(rest)]
 
     def _output_gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         if len(outputs) == 1 and outputs[0].dim() == 0:  # the loss has no gradient that another stage sends
@@ -225,7 +245,7 @@ class _StageRun:
         self.awaited = storage_bytes(each for each in outputs if each.requires_grad)
         return [torch.empty_like(each) for each in outputs if each.requires_grad]
 
-    def _run_backward(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PassRecord]:
+    def _run_backward(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Segments]:
         gradients = self._output_gradients(outputs)
 
         def run() -> None:
@@ -234,9 +254,9 @@ class _StageRun:
             if trained:
                 torch.autograd.backward(trained, gradients)
 
-        return [self._without_sent(self._measure(run), received)]
+        return [self._without_sent(self.marks.measure(run, is_backward=True), received)]
 
-    def _run_backward_in_parts(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PassRecord]:
+    def _run_backward_in_parts(self, outputs: list[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Segments]:
         trained = [each for each in outputs if each.requires_grad]
         if not SplitBackward.is_possible(trained, received):
             del trained
@@ -245,12 +265,12 @@ class _StageRun:
         split = SplitBackward(trained, gradients, received, self.parameters.whole)
         outputs.clear()
         del trained
-        first = self._without_sent(self._measure(split.run_inputs), received)
-        return [first, self._measure(split.run_weights)]
+        first = self._without_sent(self.marks.measure(split.run_inputs, is_backward=True), received)
+        return [first, self.marks.measure(split.run_weights, is_backward=True)]
 
-    def _without_sent(self, backward: PassRecord, received: Sequence[torch.Tensor]) -> PassRecord:
+    def _without_sent(self, backward: Segments, received: Sequence[torch.Tensor]) -> Segments:
         self.sent_back = sum(each.grad.nbytes for each in received if each.grad is not None)
-        return replace(backward, change=backward.change - self.sent_back)
+        return backward.followed_by(Segments([("", PassRecord(0, -self.sent_back))], [Counter()]))
 
     def _step(self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter]) -> PassRecord:
         if optimizer is None or not parameters:
@@ -271,10 +291,6 @@ class _StageRun:
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.substitute_of(tensor).requires_grad_(boundary.requires_grad)
-
-    def _measure(self, run: Callable[[], Any], is_backward: bool = True) -> PassRecord:
-        segments: Segments = self.marks.measure(run, is_backward)
-        return segments.whole(self.repeated)
 
 
 def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:

@@ -99,6 +99,14 @@ class Segments:
                 found += [self.parts[place][1] for place in places] * (1 + owner.times)
         return PassRecord.join(found)
 
+    def followed_by(self, other: Segments) -> Segments:
+        """Return the segments of this pass and of another one behind it."""
+        return Segments([*self.parts, *other.parts], [*self.freed, *other.freed])
+
+    def freed_late(self, path: str) -> int:
+        """Return the bytes that a block allocated and that a part outside of all blocks freed."""
+        return sum(freed[path] for (name, _), freed in zip(self.parts, self.freed, strict=True) if not name)
+
     def _owners(self, repetition: Mapping[str, RepeatedBlocks]) -> list[RepeatedBlocks | None]:
         """Return the repetition of each part; what runs between two blocks belongs to the first of them."""
         named = [place for place, (name, _) in enumerate(self.parts) if name]
@@ -125,6 +133,9 @@ class SegmentMarks:
     Args:
         recorder: Records the run.
         blocks: Blocks by path.
+
+    Attributes:
+        outputs: Bytes of the first tensor that each block returned.
     """
 
     def __init__(self, recorder: RunRecorder, blocks: dict[str, nn.Module]) -> None:
@@ -134,6 +145,7 @@ class SegmentMarks:
         self._name = ""
         self._start = 0
         self._is_backward = self._is_recomputed = False
+        self.outputs: dict[str, int] = {}
 
     def __enter__(self) -> SegmentMarks:
         for path, block in self._blocks.items():
@@ -180,6 +192,7 @@ class SegmentMarks:
         if not self._is_backward:  # else the block's backward follows its recomputation
             self._cut("")
         first = next(_with_gradient(tree_leaves(result)), None)
+        self.outputs[path] = 0 if first is None else first.nbytes
         if first is not None:
             first.register_hook(partial(self._begin_block, path))  # type: ignore[no-untyped-call]
 

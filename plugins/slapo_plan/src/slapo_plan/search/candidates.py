@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slapo_core import Schedule, SlapoError
+from slapo_training import MessageMode
 
+from ..estimation.result import Estimate
 from ..records import CollectiveRecord
+from ..simulation import run_pipeline
 from .layouts import Layout, Rejection
+from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
-from .stage_costs import PartSeconds, StageCost, stage_costs
+from .part_seconds import PartSeconds
+from .stage_costs import EngineFacts, StageCost, stage_costs
 
 GIB = 2**30
 
@@ -29,7 +34,8 @@ class Candidate:
         flops: Floating-point operations of a step over all ranks, without recomputation.
         mfu: Share of the peak FLOP/s of all devices, recomputation not counted.
         paths: Paths of the blocks.
-        options: Further options of ``build``.
+        build_options: Options of ``build``.
+        is_estimated: True if memory and seconds are those of the estimate of its real schedule.
     """
 
     layout: Layout
@@ -39,7 +45,16 @@ class Candidate:
     flops: int
     mfu: float
     paths: tuple[str, ...]
-    options: Mapping[str, Any]
+    build_options: Mapping[str, Any]
+    is_estimated: bool = False
+
+    def estimated(self, exact: Estimate) -> Candidate:
+        """Return the candidate with the memory and the seconds of the estimate of its schedule."""
+        peaks = {each.rank: each.memory.peak for each in exact.ranks}
+        stages = tuple(replace(each, peak=peaks[each.rank]) for each in self.stages)
+        assert exact.time is not None
+        seconds, bubble = exact.time.seconds, exact.time.bubble
+        return replace(self, stages=stages, step_seconds=seconds, bubble=bubble, mfu=exact.mfu or 0.0, is_estimated=True)
 
     @property
     def peak(self) -> int:
@@ -51,16 +66,6 @@ class Candidate:
         """The layout and the number of recomputed blocks, as plain data."""
         return {**self.layout._asdict(), "checkpointed": sum(each.checkpointed for each in self.stages)}
 
-    @property
-    def build_options(self) -> dict[str, Any]:
-        """Options of ``build`` for target ``"torch"``."""
-        found: dict[str, Any] = {"microbatches": self.layout.microbatches, **self.options}
-        if self.layout.dp > 1:
-            found["data_parallel"] = self.layout.data_parallel
-        if self.layout.pp > 1:
-            found["pipeline_schedule"] = self.layout.pipeline_schedule
-        return found
-
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Return the steps of the schedule: path, primitive and arguments."""
         found: list[tuple[str, str, dict[str, Any]]] = []
@@ -70,7 +75,9 @@ class Candidate:
         begin = 0
         for index, stage in enumerate(self.stages):
             own = self.paths[begin : begin + stage.blocks]
-            found += [(path, "checkpoint", {}) for path in own[: stage.checkpointed]]
+            for path, policy in zip(own, stage.policies, strict=True):
+                if policy != "none":
+                    found.append((path, "checkpoint", dict(CHECKPOINTS[policy])))
             if index + 1 < len(self.stages):
                 found.append((own[-1], "cut_pipeline_stage", {}))
             begin += stage.blocks
@@ -114,7 +121,7 @@ class Candidate:
             f'"""{self.layout}: predicted step of {self.step_seconds:.3g} s, {self.peak / GIB:.2f} GiB on the fullest rank."""',
             "",
             f"layout = {layout!r}",
-            f"build = {self.build_options!r}",
+            f"build = {dict(self.build_options)!r}",
         ]
         head += [f"model = {dict(model)!r}"] if model else []
         try:
@@ -135,22 +142,28 @@ class Candidate:
 
 
 def candidate_of(
-    record: ModelRecord, layout: Layout, seconds: PartSeconds, options: Mapping[str, Any], dtype: Any
+    record: ModelRecord,
+    layout: Layout,
+    facts: EngineFacts,
+    seconds: PartSeconds,
+    options: Mapping[str, Any],
+    dtype: Any,
 ) -> Candidate | Rejection:
     """Return what a layout costs, or why it does not fit.
 
     Args:
         record: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
         layout: The layout.
+        facts: What the engine tells of its step.
         seconds: Seconds on the device.
-        options: Further options of ``build``.
+        options: Options of ``build``.
         dtype: Type in which matrices are multiplied, for the MFU.
     """
-    stages = stage_costs(record, layout, seconds)
+    stages = stage_costs(record, layout, facts, seconds)
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:
-        return Rejection(str(layout), _too_large(stages, fullest, limit))
+        return Rejection(layout._asdict(), _too_large(stages, fullest, limit))
     step, bubble = _step(record, layout, stages, seconds)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
@@ -159,22 +172,63 @@ def candidate_of(
 
 
 def _too_large(stages: Sequence[StageCost], index: int, limit: int) -> str:
-    stage = stages[index]
-    place = f"stage {index}" if len(stages) > 1 else "a rank"
-    return (
-        f"{place} needs {stage.peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB with "
-        f"{'all' if stage.checkpointed == stage.blocks else stage.checkpointed} of its {stage.blocks} blocks recomputed"
-    )
+    own = [each for each in stages if each.rank == stages[index].rank]
+    blocks, full = sum(each.blocks for each in own), sum(each.policies.count("full") for each in own)
+    place = "a rank" if len(own) == len(stages) else f"rank {stages[index].rank} of the pipeline"
+    recomputed = "all" if full == blocks else full
+    need = stages[index].peak / GIB
+    return f"{place} needs {need:.1f} GiB of {limit / GIB:.1f} GiB with {recomputed} of its {blocks} blocks recomputed"
 
 
 def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seconds: PartSeconds) -> tuple[float, float]:
-    """Return the seconds of a step and its bubble under 1F1B."""
-    passes = [each.forward + each.backward for each in stages]
-    message = 0.0
-    if layout.pp > 1:
-        ends = (0, layout.dp * layout.tp)
-        message = 2 * seconds.collective(CollectiveRecord("send", record.before.output, ends))
-    slowest = max(passes) + message
-    pipeline = sum(passes) + (layout.pp - 1) * message + (layout.microbatches - 1) * slowest
-    bubble = 1 - layout.microbatches * sum(passes) / (layout.pp * pipeline) if pipeline else 0.0
+    """Return the seconds of a step and its bubble, as if every rank waited as long as under (interleaved) 1F1B."""
+    work = [0.0] * layout.pp
+    for each in stages:
+        work[each.rank] += each.forward + each.backward
+    message = _message(record, layout, seconds)
+    slowest = max(work) + message
+    per_rank = len(stages) // layout.pp
+    filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
+    pipeline = layout.microbatches * slowest + filling
+    bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
     return pipeline + max(each.after for each in stages), bubble
+
+
+def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float:
+    """Return the seconds of one tensor to the next stage and of its gradient back."""
+    if layout.pp == 1:
+        return 0.0
+    ends = 0, layout.dp * layout.tp
+    sizes = record.middle.received, record.middle.sent_back
+    return sum(seconds.collective(CollectiveRecord("send", size, ends)) for size in sizes)
+
+
+def replayed(
+    candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: MessageMode, seconds: PartSeconds
+) -> Candidate:
+    """Return a candidate with the step time of its order of actions; steady micro-batches beyond those of the order are added.
+
+    Args:
+        candidate: The candidate.
+        record: The model for its rows.
+        facts: What the engine tells of its step.
+        mode: How the engine sends messages.
+        seconds: Seconds on the device.
+    """
+    layout, stages = candidate.layout, candidate.stages
+    if layout.pp == 1:
+        return candidate
+    half = _message(record, layout, seconds) / 2
+    costs: dict[tuple[int, str], float] = {}
+    for index, each in enumerate(stages):
+        costs |= {(index, "F"): each.forward, (index, "B"): each.backward}
+        costs |= {(index, kind): each.backward / 2 for kind in "IW"}
+    pairs = [(index, index + 1) for index in range(len(stages) - 1) if stages[index].rank != stages[index + 1].rank]
+    messages = {pair: half for one, other in pairs for pair in ((one, other), (other, one))}
+    run = run_pipeline(facts.order, costs, messages, mode)
+    ran = max(action.microbatch for action in facts.order[0]) + 1
+    work = [sum(each.forward + each.backward for each in stages if each.rank == rank) for rank in range(layout.pp)]
+    pipeline = run.seconds + (layout.microbatches - ran) * max(work)
+    step = pipeline + max(each.after for each in stages)
+    bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
+    return replace(candidate, step_seconds=step, bubble=bubble, mfu=candidate.mfu * candidate.step_seconds / step)

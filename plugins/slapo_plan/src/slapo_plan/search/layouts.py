@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from slapo_core import SlapoError, UnknownNameError
+from slapo_training import PipelineChoice, ReplicaChoice
 
 
 class Layout(NamedTuple):
@@ -13,13 +14,13 @@ class Layout(NamedTuple):
 
     Args:
         tp: Number of tensor-parallel ranks.
-        pp: Number of pipeline ranks, each with one stage.
+        pp: Number of pipeline ranks.
         dp: Number of replicas.
         rows: Rows of a micro-batch.
         microbatches: Micro-batches of a step on each replica.
         sequence_parallel: True if tensor parallelism also splits what lies between its layers.
-        data_parallel: ``"ddp"`` or ``"fsdp"``; ``"ddp"`` with one replica.
-        pipeline_schedule: Name of the pipeline schedule; ``"1f1b"`` without a pipeline.
+        data_parallel: Name of a ``ReplicaChoice`` of the target, e.g. ``"fsdp"``; the first of them with one replica.
+        pipeline_schedule: Name of a ``PipelineChoice`` of the target; the first of them without a pipeline.
     """
 
     tp: int
@@ -50,12 +51,20 @@ class Rejection(NamedTuple):
     """Layouts that cannot run.
 
     Args:
-        what: The layout, or what some layouts have in common.
+        settings: Settings that all of them have, by the names of ``Layout``.
         reason: One sentence.
     """
 
-    what: str
+    settings: Mapping[str, Any]
     reason: str
+
+    @property
+    def what(self) -> str:
+        """The layout, or what the layouts have in common."""
+        if {*Layout._fields} <= self.settings.keys():
+            return str(Layout(**self.settings))
+        words = [f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, bool)]
+        return " ".join([*words, *(["sequence parallel"] if self.settings.get("sequence_parallel") else [])])
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}"
@@ -80,28 +89,43 @@ class LayoutSpace:
         ranks: Number of ranks.
         global_batch: Rows of a step over all replicas.
         blocks: Number of blocks that stages can be cut at.
-        devices_per_node: Largest ``tp`` unless a constraint says otherwise.
+        devices_per_node: Number that ``tp`` divides, so that its groups lie within nodes, unless a constraint says otherwise.
         constraints: Allowed values by name, from ``check_constraints``.
+        pipelines: Pipeline schedules of the target.
+        replicas: Ways of the target to run replicas.
 
     Raises:
+        UnknownNameError: the target has no such pipeline schedule or way to run replicas.
         SlapoError: the constraints leave no layout; says which one binds.
     """
 
     def __init__(
-        self, ranks: int, global_batch: int, blocks: int, devices_per_node: int, constraints: Mapping[str, tuple[Any, ...]]
+        self,
+        ranks: int,
+        global_batch: int,
+        blocks: int,
+        devices_per_node: int,
+        constraints: Mapping[str, tuple[Any, ...]],
+        pipelines: Mapping[str, PipelineChoice],
+        replicas: Mapping[str, ReplicaChoice],
     ) -> None:
         self.ranks, self.global_batch, self.blocks = ranks, global_batch, blocks
         self.devices_per_node, self.constraints = devices_per_node, constraints
+        self.pipelines, self.replicas = pipelines, replicas
         self.rejected: list[Rejection] = []
+        for name, known in (("pipeline_schedule", pipelines), ("data_parallel", replicas)):
+            for value in constraints.get(name, ()):
+                if value not in known:
+                    raise UnknownNameError.of(name, value, known)
 
     def degrees(self) -> list[int]:
         """Return the degrees of tensor parallelism."""
-        largest = max([self.devices_per_node, *self.constraints.get("tp", ())])
-        found = [tp for tp in _divisors(self.ranks) if tp <= largest and self._allows("tp", tp)]
+        given = self.constraints.get("tp")
+        found = [tp for tp in _divisors(self.ranks) if (tp in given if given else self.devices_per_node % tp == 0)]
         if not found:
-            given = ", ".join(map(str, self.constraints.get("tp", ())))
+            words = ", ".join(map(str, given or ()))
             nearest = ", ".join(map(str, _divisors(self.ranks)[:8]))
-            raise SlapoError(f"plan: tp={given} does not divide {self.ranks} ranks; these do: {nearest}")
+            raise SlapoError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
         return found
 
     def layouts(self, tp: int) -> Iterator[Layout]:
@@ -110,7 +134,7 @@ class LayoutSpace:
             if not self._allows("pp", pp):
                 continue
             if pp > max(1, self.blocks):
-                self.rejected.append(Rejection(f"tp={tp} pp={pp}", f"the model has {self.blocks} blocks to cut between"))
+                self.rejected.append(Rejection({"tp": tp, "pp": pp}, f"the model has {self.blocks} blocks to cut between"))
                 continue
             dp = self.ranks // tp // pp
             if self._allows("dp", dp):
@@ -121,7 +145,7 @@ class LayoutSpace:
         if rest or not share:
             near = max(dp, round(self.global_batch / dp) * dp)
             reason = f"a global batch of {self.global_batch} rows is not divisible by {dp} replicas; {near} is the nearest"
-            self.rejected.append(Rejection(f"tp={tp} pp={pp} dp={dp}", reason))
+            self.rejected.append(Rejection({"tp": tp, "pp": pp, "dp": dp}, reason))
             return
         for rows in _divisors(share):
             microbatches = share // rows
@@ -132,11 +156,31 @@ class LayoutSpace:
 
     def _options(self, layout: Layout) -> Iterator[Layout]:
         for sequence_parallel in (False, True) if layout.tp > 1 else (False,):
-            for data_parallel in ("ddp", "fsdp") if layout.dp > 1 else ("ddp",):
-                found = layout._replace(sequence_parallel=sequence_parallel, data_parallel=data_parallel)
-                allowed = all(self._allows(name, getattr(found, name)) for name in ("sequence_parallel", "data_parallel"))
-                if allowed and self._allows("pipeline_schedule", found.pipeline_schedule):
-                    yield found
+            for data_parallel in self._replicas(layout):
+                for pipeline_schedule in self._pipelines(layout):
+                    found = layout._replace(
+                        sequence_parallel=sequence_parallel, data_parallel=data_parallel, pipeline_schedule=pipeline_schedule
+                    )
+                    if all(self._allows(name, getattr(found, name)) for name in ("sequence_parallel", "data_parallel")):
+                        yield found
+
+    def _replicas(self, layout: Layout) -> list[str]:
+        if layout.dp == 1:
+            return [next(iter(self.replicas))]
+        return [name for name, choice in self.replicas.items() if layout.pp == 1 or choice.allows_pipeline]
+
+    def _pipelines(self, layout: Layout) -> list[str]:
+        """Return the pipeline schedules; those with several stages on a rank need as many blocks and micro-batches."""
+        if layout.pp == 1:
+            return [next(iter(self.pipelines))]
+        wanted = self.constraints.get("pipeline_schedule")
+        found = []
+        for name, choice in self.pipelines.items():
+            stages = layout.pp * choice.stages_per_rank
+            is_asked = choice.is_default if wanted is None else name in wanted
+            if is_asked and (choice.stages_per_rank == 1 or stages <= min(self.blocks, layout.microbatches)):
+                found.append(name)
+        return found
 
     def _allows(self, name: str, value: Any) -> bool:
         return name not in self.constraints or value in self.constraints[name]

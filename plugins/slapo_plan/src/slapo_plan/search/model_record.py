@@ -1,92 +1,262 @@
-"""Record of a whole model by its parts: what lies before its blocks, each block, and what lies behind them."""
+"""Record of a model by its parts: each of its blocks, and what a stage runs before and behind its own blocks."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
-
-from slapo_core import Schedule
-from slapo_tracing.recording import Sandbox
-
-from ..measurement.repeated_blocks import BlockRun, block_runs, trimmed_runs
-from ..measurement.stage_run import step_record
-from ..recording.run_recorder import RunRecorder
-from ..recording.segments import PassRecord, SegmentMarks, Segments
-from ..recording.storage_tracker import storage_bytes
+from ..measurement.segmented_stage import SegmentedStage
+from ..recording.segments import PassRecord, Segments
 from ..records import CollectiveRecord, OperatorRecord, Work
 
-Forward = Callable[[Mapping[str, Any]], torch.Tensor]
+NOTHING = PassRecord()
+PASSES = ("forward", "first_backward", "next_backward", "inputs_backward", "first_weights", "next_weights")
+"""Names of the passes of a micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One block, or what lies before or behind all blocks, on one rank and for one micro-batch.
+    """One block, or what a stage runs before or behind its blocks, on one rank and for one micro-batch.
 
     Args:
         forward: Its forward.
-        backward: A backward that adds to gradients.
+        first_backward: A backward that allocates gradients.
+        next_backward: A backward that adds to them.
+        inputs_backward: The first part of a split backward.
+        first_weights: The second part, which allocates gradients.
+        next_weights: A second part that adds to them.
         optimizer: The first step of the optimizer on its parameters.
         parameters: Bytes of its parameters.
         gradients: Bytes of their gradients.
-        numbers: Elements of its parameters.
-        output: Bytes of the tensor that it gives to the next part.
+        late: Bytes that its forward allocates and the end of the stage's forward frees.
     """
 
-    forward: PassRecord
-    backward: PassRecord
-    optimizer: PassRecord
-    parameters: int
-    gradients: int
-    numbers: int
-    output: int
+    forward: PassRecord = NOTHING
+    first_backward: PassRecord = NOTHING
+    next_backward: PassRecord = NOTHING
+    inputs_backward: PassRecord = NOTHING
+    first_weights: PassRecord = NOTHING
+    next_weights: PassRecord = NOTHING
+    optimizer: PassRecord = NOTHING
+    parameters: int = 0
+    gradients: int = 0
+    late: int = 0
 
-    def at(self, rows: int, other: Part, other_rows: int) -> Part:
-        """Return the part for another number of rows, on the line through this one's first row and ``other``."""
-        times = (rows - 1) / (other_rows - 1)
-        forward, backward = (_line(getattr(self, name), getattr(other, name), times) for name in ("forward", "backward"))
-        return replace(self, forward=forward, backward=backward, output=_number(self.output, other.output, times))
+    def at(self, rows: int, other: Part) -> Part:
+        """Return the part for some rows, on the line through this one, of one row, and ``other``, of two."""
+        passes: dict[str, Any] = {name: _line(getattr(self, name), getattr(other, name), rows - 1) for name in PASSES}
+        return replace(self, **passes, late=_number(self.late, other.late, rows - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class StageEnds:
+    """What stages of one kind have beside their blocks.
+
+    Args:
+        entry: What runs before the first block; it has all parameters of the stage that are in no block.
+        exit: What runs behind the last one.
+        received: Bytes of the tensors that the stage receives.
+        sent: Bytes of its outputs.
+        sent_back: Bytes of the gradients of received tensors.
+    """
+
+    entry: Part = Part()
+    exit: Part = Part()
+    received: int = 0
+    sent: int = 0
+    sent_back: int = 0
+
+    def at(self, rows: int, other: StageEnds) -> StageEnds:
+        """Return the ends for some rows, as ``Part.at`` does."""
+        sizes = {
+            name: _number(getattr(self, name), getattr(other, name), rows - 1) for name in ("received", "sent", "sent_back")
+        }
+        return StageEnds(self.entry.at(rows, other.entry), self.exit.at(rows, other.exit), **sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelRecord:
-    """Parts of a model in the order in which they run.
+    """Parts of a model for one micro-batch.
 
     Args:
-        before: What lies before the first block.
-        blocks: All blocks; equal ones are the same object.
-        behind: What lies behind the last block, with the loss.
+        first: Ends of the first stage; of the whole model without a pipeline.
+        middle: Ends of the stages between.
+        last: Ends of the last stage; those of ``first`` without a pipeline.
+        blocks: All blocks in the order in which they run, by checkpoint policy; ``"none"`` keeps everything, and is the first.
+            Equal blocks are the same object.
         paths: Paths of the blocks in the model.
+        tied: Bytes of the parameters that the first and the last stage both hold.
+        batch: Bytes of the batch's tensors.
+        output: Bytes of the first tensor that a block returns.
     """
 
-    before: Part
-    blocks: tuple[Part, ...]
-    behind: Part
+    first: StageEnds
+    middle: StageEnds
+    last: StageEnds
+    blocks: Mapping[str, tuple[Part, ...]]
     paths: tuple[str, ...]
+    tied: int = 0
+    batch: int = 0
+    output: int = 0
 
-    def at(self, rows: int, other: ModelRecord, other_rows: int) -> ModelRecord:
-        """Return the record for another number of rows; ``self`` is of one row."""
-        known = {id(own): own.at(rows, their, other_rows) for own, their in zip(self.blocks, other.blocks, strict=True)}
-        before, behind = (
-            own.at(rows, their, other_rows) for own, their in ((self.before, other.before), (self.behind, other.behind))
-        )
-        return ModelRecord(before, tuple(known[id(each)] for each in self.blocks), behind, self.paths)
+    def at(self, rows: int, other: ModelRecord) -> ModelRecord:
+        """Return the record for some rows; ``self`` is of one row, ``other`` of two."""
+        known: dict[int, Part] = {}
+        for policy, parts in self.blocks.items():
+            for own, their in dict.fromkeys(zip(parts, other.blocks[policy], strict=True)):
+                known[id(own)] = own.at(rows, their)
+        blocks = {policy: tuple(known[id(each)] for each in parts) for policy, parts in self.blocks.items()}
+        ends = {name: getattr(self, name).at(rows, getattr(other, name)) for name in ("first", "middle", "last")}
+        batch, output = _number(self.batch, other.batch, rows - 1), _number(self.output, other.output, rows - 1)
+        return replace(self, **ends, blocks=blocks, batch=batch, output=output)
 
 
-def _line(one: PassRecord, other: PassRecord, times: float) -> PassRecord:
+def as_pipeline(whole: ModelRecord) -> ModelRecord:
+    """Return the record of a model's stages as the record of the whole model suggests it, without what cutting changes."""
+    output = whole.output
+    first = StageEnds(whole.first.entry, sent=output)
+    last = StageEnds(exit=whole.last.exit, received=output, sent_back=output)
+    tied = whole.tied / max(1, whole.first.entry.parameters)
+    entry, behind = whole.first.entry, last.exit
+    copies = PassRecord(round(entry.optimizer.peak * tied), round(entry.optimizer.change * tied))
+    end = replace(
+        behind,
+        parameters=behind.parameters + round(entry.parameters * tied),
+        gradients=behind.gradients + round(entry.gradients * tied),
+        optimizer=PassRecord.join([behind.optimizer, copies]),
+    )
+    middle = StageEnds(received=output, sent=output, sent_back=output)
+    return replace(whole, first=first, middle=middle, last=replace(last, exit=end))
+
+
+def with_policies_of(stages: ModelRecord, whole: ModelRecord) -> ModelRecord:
+    """Return the record of stages that were measured without checkpoints, with the blocks of the whole model under policies.
+
+    Stages whose blocks do not run as modules have those of the whole model.
+    """
+    if len(stages.paths) == len(whole.paths):
+        return replace(stages, blocks={**whole.blocks, "none": stages.blocks["none"]})
+    found = as_pipeline(whole)
+    ends = {
+        name: replace(getattr(found, name), received=end.received, sent=end.sent, sent_back=end.sent_back)
+        for name, end in (("first", stages.first), ("middle", stages.middle), ("last", stages.last))
+    }
+    return replace(found, first=ends["first"], middle=ends["middle"], last=ends["last"], tied=stages.tied)
+
+
+class StageSplitter:
+    """Splits the record of a stage into parts.
+
+    Args:
+        stage: The record; each of its blocks is a repeated one.
+        parameters: Bytes of the parameters of each block by path, in the order of the repeated ones.
+        before: Bytes of the parameters and buffers before the blocks, in the order of the model.
+        behind: Bytes of those behind the blocks.
+        keeps_copies: True if the engine steps fp32 copies of half-precision parameters.
+    """
+
+    def __init__(
+        self, stage: SegmentedStage, parameters: Mapping[str, int], before: int, behind: int, keeps_copies: bool
+    ) -> None:
+        self._order = [*dict.fromkeys(name for name, _ in stage.forward.parts if name)]
+        self._stage, self._parameters, self._keeps_copies = stage, parameters, keeps_copies
+        self._before, self._behind = before, behind
+        self._passes = {name: self._pieces(name) for name in PASSES}
+        self._steps = dict(zip(parameters, stage.repeated_optimizer, strict=True))
+        self._gradients = dict(zip(parameters, stage.repeated_gradients, strict=True))
+        self._late = {path: stage.forward.freed_late(path) for path in self._order}
+
+    def blocks(self) -> dict[str, Part]:
+        """Return each block that ran by path, in the order in which they ran."""
+        return {
+            path: Part(
+                **self._of(path),
+                optimizer=self._step(self._steps[path], self._parameters[path]),
+                parameters=self._parameters[path],
+                gradients=self._gradients[path],
+                late=self._late[path],
+            )
+            for path in self._order
+        }
+
+    def ends(self) -> StageEnds:
+        """Return what the stage has beside its blocks."""
+        stage, own = self._stage, [*self.blocks().values()]
+        steps = [self._steps[path] for path in self._order]
+        change = stage.optimizer.change - sum(each.change for each in steps)
+        work = _without(stage.optimizer.work, steps)
+        gradients = stage.gradients - sum(each.gradients for each in own)
+
+        def end(place: str, parameters: int, has_work: bool) -> Part:
+            share = parameters / max(1, self._before + self._behind)
+            grows = round(change * share)
+            step = PassRecord(grows + stage.optimizer.peak - stage.optimizer.change, grows, work if has_work else ())
+            own = round(gradients * share)
+            return Part(**self._of(place), optimizer=self._step(step, parameters), parameters=parameters, gradients=own)
+
+        entry, behind = end("", self._before, True), end("behind", self._behind, False)
+        late = sum(self._late.values())  # the sizes of a stage subtract what all its blocks free late
+        forward = replace(behind.forward, change=behind.forward.change + late)
+        return StageEnds(entry, replace(behind, forward=forward), stage.received, stage.sent, stage.sent_back)
+
+    def _step(self, step: PassRecord, parameters: int) -> PassRecord:
+        """Return a step with the copies that it steps, whose state is in fp32."""
+        if not self._keeps_copies:
+            return step
+        change = 2 * (step.change + parameters)
+        return replace(step, change=change, peak=change + step.peak - step.change)
+
+    def _of(self, place: str) -> dict[str, Any]:
+        return {name: found.get(place, NOTHING) for name, found in self._passes.items()}
+
+    def _pieces(self, name: str) -> dict[str, PassRecord]:
+        """Return a pass by part; what runs between blocks belongs to the block before it."""
+        segments: Segments | None = getattr(self._stage, name)
+        if segments is None:
+            return {}
+        reverse = name != "forward"
+        parts = [*reversed(segments.parts)] if reverse else segments.parts
+        if self._order and not any(path for path, _ in parts):
+            return _in_equal_parts(segments.whole(), self._order)
+        found: dict[str, list[PassRecord]] = {}
+        name = ""
+        last = self._order[-1] if self._order else None
+        for path, record in parts:
+            name = path or ("behind" if name == last else name)
+            found.setdefault(name, []).append(record)
+        return {name: PassRecord.join(reversed(records) if reverse else records) for name, records in found.items()}
+
+
+def _in_equal_parts(whole: PassRecord, names: list[str]) -> dict[str, PassRecord]:
+    """Return a pass that is not cut, e.g. of weights alone, as if each block had an equal share."""
+    share = round(whole.change / len(names))
+    size = -(-len(whole.work) // len(names))
+    found = {}
+    for index, name in enumerate(reversed(names)):
+        rises = whole.peak if index == 0 else 0
+        found[name] = PassRecord(rises, share, whole.work[index * size : (index + 1) * size])
+    return found
+
+
+def _without(work: tuple[Work, ...], parts: Iterable[PassRecord]) -> tuple[Work, ...]:
+    """Return the work that is in none of some parts."""
+    left = [*work]
+    for each in parts:
+        for record in each.work:
+            if record in left:
+                left.remove(record)
+    return tuple(left)
+
+
+def _line(one: PassRecord, other: PassRecord, times: int) -> PassRecord:
     work: tuple[Work, ...] = one.work
     if len(one.work) == len(other.work):
         work = tuple(_work_at(*pair, times) for pair in zip(one.work, other.work, strict=True))
     return PassRecord(_number(one.peak, other.peak, times), _number(one.change, other.change, times), work)
 
 
-def _work_at(one: Work, other: Work, times: float) -> Work:
+def _work_at(one: Work, other: Work, times: int) -> Work:
     nbytes = _number(one.nbytes, other.nbytes, times)
     if isinstance(one, CollectiveRecord) or isinstance(other, CollectiveRecord):
         return one._replace(nbytes=nbytes)
@@ -94,144 +264,8 @@ def _work_at(one: Work, other: Work, times: float) -> Work:
     return one._replace(nbytes=nbytes, flops=_number(one.flops, other.flops, times), shape=shape)
 
 
-def _number(one: int, other: int, times: float) -> int:
-    return round(one + (other - one) * times)
-
-
-@contextmanager
-def trimmed_copy(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[BlockRun, list[str]]]]]:
-    """Yield a copy of a model, on meta, with three blocks of each run of equal ones, and these runs with their paths."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    runs = block_runs(model)
-    with trimmed_runs(runs):
-        made = copy.deepcopy(model)
-    yield made, [(run, [f"{paths[id(run.holder)]}.{name}" for name in run.names]) for run in runs]
-
-
-def record_model(
-    schedule: Schedule,
-    parts: Sequence[Mapping[str, Any]],
-    forward: Forward,
-    optimizer: Any,
-    lists: list[tuple[BlockRun, list[str]]],
-) -> list[ModelRecord]:
-    """Run micro-batches through a trimmed model on fake tensors, and cut what they record at the borders of its blocks.
-
-    Args:
-        schedule: Schedule of the copy of ``trimmed_copy``.
-        parts: Arguments of each micro-batch that is recorded.
-        forward: Calls the model as its engine does, and returns the loss.
-        optimizer: Factory of the optimizer.
-        lists: Runs of the unmodified model, as ``trimmed_copy`` gave them.
-    """
-    root = schedule.root_module
-    sandbox = Sandbox(root, parts[0], fake=True, keeps_values=True)
-    with sandbox.open(grad=True):
-        recording = _PartRecorder(root, forward, optimizer, lists)
-        recording.run(parts[0])  # its backward allocates the gradients
-        return [recording.record(part) for part in parts]
-
-
-class _PartRecorder:
-    def __init__(self, root: nn.Module, forward: Forward, optimizer: Any, lists: list[tuple[BlockRun, list[str]]]) -> None:
-        self.root, self.forward, self.optimizer, self.lists = root, forward, optimizer, lists
-        self.recorder = RunRecorder()
-        self.recorder.memory.add([[*root.parameters()], [*root.buffers()]])
-        modules = dict(root.named_modules())
-        self.kept: dict[str, nn.Module] = {}
-        self.copies: dict[str, list[str]] = {}  # measured block: paths in the unmodified model that it stands for
-        for holder, group in _by_holder(lists):
-            names = iter(range(len(modules[holder]._modules)))
-            for run, paths in group:
-                kept = [f"{holder}.{next(names)}" for _ in run.kept]
-                self.kept |= {path: modules[path] for path in kept}
-                stands = [[path] for path in paths] if len(kept) == len(paths) else [[paths[0]], paths[1:-1], [paths[-1]]]
-                self.copies |= dict(zip(kept, stands, strict=True))
-        self.outputs: dict[str, int] = {}
-        self.users: dict[int, set[str]] = {}
-        self.order: list[str] = []
-
-    def record(self, part: Mapping[str, Any]) -> ModelRecord:
-        self.recorder.memory.add([*part.values()])
-        forward, backward = self.run(part)
-        forwards, backwards = self._by_part(forward, False), self._by_part(backward, True)
-        own = self._parameters()
-        made = {name: self._part(name, forwards, backwards, own) for name in ("", *self.order, "behind")}
-        blocks = [(path, made[name]) for name in self.order for path in self.copies[name]]
-        paths, parts = zip(*blocks, strict=True) if blocks else ((), ())
-        return ModelRecord(made[""], parts, made["behind"], paths)
-
-    def run(self, part: Mapping[str, Any]) -> tuple[Segments, Segments]:
-        """Run one micro-batch; return the segments of its forward and its backward."""
-        held: list[torch.Tensor] = []
-        with ExitStack() as hooks, self.recorder, SegmentMarks(self.recorder, self.kept) as marks:
-            self.order, self.begun = [], set[str]()
-            for path, module in self.root.named_modules():
-                handle = module.register_forward_pre_hook(lambda each, _, path=path: self._enter(path, each))
-                hooks.callback(handle.remove)
-                if path in self.kept:
-                    after = module.register_forward_hook(lambda each, _, result, path=path: self._leave(path, result))
-                    hooks.callback(after.remove)
-            forward = marks.measure(lambda: held.append(self.forward(part)))
-            backward = marks.measure(lambda: held.pop().backward())  # type: ignore[no-untyped-call]
-        return forward, backward
-
-    def _enter(self, path: str, module: nn.Module) -> None:
-        if path in self.kept and path not in self.begun:
-            self.begun.add(path)
-            self.order.append(path)
-        place = "behind" if len(self.begun) == len(self.kept) else ""
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                self.users.setdefault(id(parameter), set()).add(place)
-
-    def _leave(self, path: str, result: Any) -> None:
-        first = result[0] if isinstance(result, tuple) else result
-        self.outputs[path] = first.nbytes if isinstance(first, torch.Tensor) else 0
-
-    def _by_part(self, segments: Segments, reverse: bool) -> dict[str, PassRecord]:
-        """Join what runs between blocks to the block before it."""
-        parts = [*reversed(segments.parts)] if reverse else segments.parts
-        found: dict[str, list[PassRecord]] = {}
-        name = ""
-        for path, record in parts:
-            name = path or ("behind" if self.order and name == self.order[-1] else name)
-            found.setdefault(name, []).append(record)
-        return {name: PassRecord.join(reversed(records) if reverse else records) for name, records in found.items()}
-
-    def _parameters(self) -> dict[str, list[nn.Parameter]]:
-        of_block = {name: [*dict.fromkeys(self.kept[name].parameters())] for name in self.order}
-        inside = {id(each) for each in chain.from_iterable(of_block.values())}
-        found: dict[str, list[nn.Parameter]] = {**of_block, "": [], "behind": []}
-        for each in self.root.parameters():
-            for place in self.users.get(id(each), {""}) if id(each) not in inside else ():
-                found[place].append(each)
-        return found
-
-    def _part(
-        self, name: str, forwards: dict[str, PassRecord], backwards: dict[str, PassRecord], own: dict[str, list[nn.Parameter]]
-    ) -> Part:
-        trained = [each for each in own[name] if each.grad is not None]
-        step = PassRecord()
-        if trained and self.optimizer is not None:
-            step = step_record(self.recorder, self.optimizer, trained)
-        return Part(
-            forwards.get(name, PassRecord()),
-            backwards.get(name, PassRecord()),
-            step,
-            storage_bytes(own[name]),
-            storage_bytes(each.grad for each in trained if each.grad is not None),
-            sum(each.numel() for each in own[name]),
-            self.outputs.get(name, 0) or (next(iter(self.outputs.values()), 0) if not name else 0),
-        )
-
-
-def _by_holder(lists: list[tuple[BlockRun, list[str]]]) -> Iterator[tuple[str, list[tuple[BlockRun, list[str]]]]]:
-    """Group runs by the path of their list."""
-    grouped: dict[str, list[tuple[BlockRun, list[str]]]] = {}
-    for run, paths in lists:
-        grouped.setdefault(paths[0].rpartition(".")[0], []).append((run, paths))
-    yield from grouped.items()
+def _number(one: int, other: int, times: int) -> int:
+    return one + (other - one) * times
 
 
 def flops_of(record: PassRecord) -> int:

@@ -1,17 +1,21 @@
-"""Memory and seconds of pipeline stages, put together from the parts of a model."""
+"""Stages of a layout: their blocks, the least recomputation with which they fit, and their seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from ..hardware import Hardware, collective_seconds, work_seconds
-from ..recording.segments import PassRecord
+from slapo_training import MemoryRules, PipelineAction
+
 from ..records import CollectiveRecord
 from .layouts import Layout
-from .model_record import ModelRecord, Part, flops_of
+from .model_record import ModelRecord, Part, StageEnds
+from .occupancy import State, largest_states
+from .part_seconds import PartSeconds
+from .stage_memory import Replicas, Run, StageSizes, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -19,177 +23,194 @@ class StageCost:
     """One stage on one rank.
 
     Args:
-        blocks: Number of its blocks.
-        checkpointed: Number of its blocks that are recomputed, the first ones.
-        peak: Most bytes in a step.
+        rank: Its rank along ``pp``.
+        policies: Checkpoint policy of each of its blocks; ``"none"`` keeps everything.
+        peak: Most bytes of the rank in a step.
         forward: Seconds of a forward.
         backward: Seconds of a backward, with recomputation.
         after: Seconds of gradient reduction that no backward hides, and of the optimizer.
     """
 
-    blocks: int
-    checkpointed: int
+    rank: int
+    policies: tuple[str, ...]
     peak: int
     forward: float
     backward: float
     after: float
 
+    @property
+    def blocks(self) -> int:
+        """Number of its blocks."""
+        return len(self.policies)
 
-class PartSeconds:
-    """Seconds of the passes of parts on a device; each is computed once."""
+    @property
+    def checkpointed(self) -> int:
+        """Number of its blocks that are recomputed in part or whole."""
+        return sum(each != "none" for each in self.policies)
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self._known: dict[int, tuple[PassRecord, float]] = {}
-        self._gathered: dict[tuple[int, int, int], tuple[Any, tuple[PassRecord, PassRecord]]] = {}
-        self._flops: dict[int, int] = {}
-        self._collectives: dict[CollectiveRecord, float] = {}
-        self._recomputed: dict[int, tuple[Part, PassRecord, PassRecord]] = {}
 
-    def __call__(self, record: PassRecord) -> float:
-        if id(record) not in self._known:
-            found = work_seconds(record.work, self.hardware)
-            self._known[id(record)] = record, found.compute + found.communication + max(0.0, found.overlapped - found.compute)
-        return self._known[id(record)][1]
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine of a layout tells of its step.
 
-    def gathered_passes(self, forward: PassRecord, backward: PassRecord, part: Part) -> tuple[PassRecord, PassRecord]:
-        """Return the passes of a block that FSDP gathers as it runs: the next one's parameters are gathered meanwhile.
+    Args:
+        rules: Memory of the engine beside the model.
+        divided: Kinds of memory that replicas divide among them.
+        order: Actions of each rank for a number of micro-batches that shows each rank's peak.
+        overlaps: True if gradients are reduced during the last backward.
+    """
 
-        In the backward its whole gradients are there, too, and the buffer in which they are sent.
-        """
-        key = id(forward), id(backward), id(part)
-        if key not in self._gathered:
-            extra = 2 * part.parameters
-            made = replace(forward, peak=forward.peak + extra), replace(backward, peak=backward.peak + 2 * extra)
-            self._gathered[key] = (forward, backward, part), made
-        return self._gathered[key][1]
+    rules: MemoryRules
+    divided: frozenset[str]
+    order: Mapping[int, Sequence[PipelineAction]]
+    overlaps: bool
 
-    def flops(self, record: ModelRecord) -> int:
-        """Return the floating-point operations of forward and backward of one micro-batch on one rank of each stage."""
-        if id(record) not in self._flops:
-            known = {id(each): flops_of(each.forward) + flops_of(each.backward) for each in (record.before, record.behind)}
-            known |= {id(each): flops_of(each.forward) + flops_of(each.backward) for each in dict.fromkeys(record.blocks)}
-            self._flops[id(record)] = sum(known[id(each)] for each in (record.before, *record.blocks, record.behind))
-        return self._flops[id(record)]
+    @cached_property
+    def states(self) -> dict[int, list[State]]:
+        """Largest states of each rank."""
+        return {rank: largest_states(row) for rank, row in self.order.items()}
 
-    def collective(self, record: CollectiveRecord) -> float:
-        """Return the seconds of a collective."""
-        if record not in self._collectives:
-            self._collectives[record] = collective_seconds(record, self.hardware)
-        return self._collectives[record]
+    @cached_property
+    def most_kept(self) -> int:
+        """Most micro-batches whose activations one stage keeps."""
+        return max((max(each.kept) + (each.kind == "F") for row in self.states.values() for each in row), default=0)
 
-    def recomputed_passes(self, part: Part) -> tuple[PassRecord, PassRecord]:
-        """Return forward and backward of a block that keeps its output alone; the same objects for equal blocks."""
-        if id(part) not in self._recomputed:
-            forward, backward = part.forward, part.backward
-            peak = max(forward.peak, forward.change + backward.peak)
-            kept = PassRecord(forward.peak, part.output)
-            self._recomputed[id(part)] = part, kept, PassRecord(peak, forward.change + backward.change - part.output)
-        return self._recomputed[id(part)][1:]
+    @cached_property
+    def stages(self) -> dict[int, list[int]]:
+        """Stages of each rank."""
+        return {rank: sorted({action.stage for action in row}) for rank, row in self.order.items()}
 
 
 def split_blocks(record: ModelRecord, stages: int, seconds: PartSeconds) -> list[int]:
     """Return the number of blocks of each stage, so that the slowest stage is fast; each stage has at least one."""
     extra = [0.0] * stages
-    extra[0] += seconds(record.before.forward) + seconds(record.before.backward)
-    extra[-1] += seconds(record.behind.forward) + seconds(record.behind.backward)
-    total = sum(seconds(each.forward) + seconds(each.backward) for each in record.blocks)
-    block = total / max(1, len(record.blocks))
+    extra[0] += _both(record.first.entry, seconds)
+    extra[-1] += _both(record.last.exit, seconds)
+    blocks = record.blocks["none"]
+    block = sum(_both(each, seconds) for each in blocks) / max(1, len(blocks))
     counts = [1] * stages
-    for _ in range(len(record.blocks) - stages):
+    for _ in range(len(blocks) - stages):
         stage = min(range(stages), key=lambda index: extra[index] + (counts[index] + 1) * block)
         counts[stage] += 1
     return counts
 
 
-def stage_costs(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> list[StageCost]:
-    """Return the stages of a layout, each with the least recomputation that fits.
+def _both(part: Part, seconds: PartSeconds) -> float:
+    return seconds(part.forward) + seconds(part.next_backward)
+
+
+def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds) -> list[StageCost]:
+    """Return the stages of a layout, each rank with the least recomputation that fits.
 
     Args:
         record: The model for ``layout.rows`` rows and ``layout.tp`` ranks.
         layout: The layout.
+        facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
     """
-    counts = split_blocks(record, layout.pp, seconds) if layout.pp > 1 else [len(record.blocks)]
-    found, begin = [], 0
-    for index, count in enumerate(counts):
-        parts = record.blocks[begin : begin + count]
-        stage = _Stage(record, parts, index, layout, seconds)
-        found.append(stage.cost(stage.least_checkpointed(seconds.hardware.usable_bytes)))
-        begin += count
-    return found
+    stages = sum(map(len, facts.stages.values()))
+    counts = split_blocks(record, stages, seconds) if stages > 1 else [len(record.paths)]
+    begins = [sum(counts[:index]) for index in range(stages + 1)]
+    found: dict[int, StageCost] = {}
+    for rank, own in facts.stages.items():
+        blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
+        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs()
+    return [found[stage] for stage in range(stages)]
 
 
-class _Stage:
-    def __init__(self, record: ModelRecord, blocks: Sequence[Part], index: int, layout: Layout, seconds: PartSeconds) -> None:
-        self.layout, self.seconds, self.index = layout, seconds, index
-        self.is_first, self.is_last = index == 0, index == layout.pp - 1
-        self.before = [record.before] if self.is_first else []
-        self.behind = [record.behind] if self.is_last else []
-        self.blocks = blocks
-        parts = [*self.before, *blocks, *self.behind]
-        self.parameters = sum(each.parameters for each in parts)
-        self.gradients = sum(each.gradients for each in parts)
-        self.state = sum(each.optimizer.change for each in parts)
-        self.message = record.before.output
+class _Rank:
+    """One rank along ``pp`` with the blocks of each of its stages."""
 
-    def least_checkpointed(self, limit: int) -> int:
-        """Return the least number of recomputed blocks whose peak is within the limit; all of them if none is."""
-        low, high = 0, len(self.blocks)
+    def __init__(
+        self,
+        record: ModelRecord,
+        layout: Layout,
+        facts: EngineFacts,
+        seconds: PartSeconds,
+        rank: int,
+        blocks: Sequence[range],
+    ) -> None:
+        self.record, self.layout, self.facts, self.seconds = record, layout, facts, seconds
+        self.rank, self.stages, self.blocks = rank, facts.stages[rank], blocks
+        self.replicas = Replicas(layout.dp, facts.divided, gathers_blocks=layout.pp == 1)
+        last = sum(map(len, facts.stages.values())) - 1
+        self.ends = [self._ends(stage, last) for stage in self.stages]
+        self.tied = record.tied if {0, last} <= {*self.stages} and last else 0
+
+    def _ends(self, stage: int, last: int) -> StageEnds:
+        """Return the ends of a stage; to another stage of this rank it sends nothing."""
+        record = self.record
+        found = record.first if stage == 0 else record.last if stage == last else record.middle
+        if stage + 1 in self.stages:
+            found = replace(found, sent=0)
+        return replace(found, sent_back=0) if stage - 1 in self.stages else found
+
+    def costs(self) -> dict[int, StageCost]:
+        """Return the cost of each stage."""
+        policies, peak = self._least_recomputation(self.seconds.hardware.usable_bytes)
+        found = {}
+        for stage, ends, blocks in zip(self.stages, self.ends, self.blocks, strict=True):
+            own = [policies[block] for block in blocks]
+            parts = [ends.entry, *(self._part(block, policies) for block in blocks), ends.exit]
+            forward = sum(self.seconds(each.forward) for each in parts)
+            backward = sum(self.seconds(each.next_backward) for each in parts)
+            found[stage] = StageCost(self.rank, tuple(own), peak, *self._with_replicas(forward, backward, parts))
+        return found
+
+    def _part(self, block: int, policies: Mapping[int, str]) -> Part:
+        return self.record.blocks[policies[block]][block]
+
+    def _least_recomputation(self, limit: int) -> tuple[dict[int, str], int]:
+        """Return the policy of each block and the peak; with the most recomputation if nothing fits."""
+        policies = dict.fromkeys((block for blocks in self.blocks for block in blocks), "none")
+        if (peak := self._peak(policies)) <= limit:
+            return policies, peak
+        changes = self._changes()
+        low, high = 0, len(changes)
         while low < high:
             middle = (low + high) // 2
-            if self.peak(middle) <= limit:
+            if self._peak({**policies, **dict(changes[:middle])}) <= limit:
                 high = middle
             else:
                 low = middle + 1
-        return low
+        policies |= dict(changes[:low])
+        return policies, self._peak(policies)
 
-    def peak(self, checkpointed: int) -> int:
-        layout = self.layout
-        in_flight = min(layout.pp - self.index, layout.microbatches)
-        forward, backward = self._passes(checkpointed)
-        working = max(in_flight * forward.change + backward.peak, (in_flight - 1) * forward.change + forward.peak)
-        messages = 0
-        if layout.pp > 1:
-            messages = layout.microbatches * self.message * (2 - self.is_first - self.is_last) + self.message
-        return self._held() + messages + working
+    def _changes(self) -> list[tuple[int, str]]:
+        """Return changes of one block's policy, those first that free the most bytes for a second of recomputation.
 
-    def _held(self) -> int:
-        """Return the bytes of parameters, gradients and optimizer state at the peak."""
-        layout = self.layout
-        several = layout.microbatches > 1
-        if layout.data_parallel == "fsdp":
-            shard = (self.parameters + self.gradients + self.state) // layout.dp
-            if layout.pp > 1:  # the whole stage is gathered for the whole step, and its gradients are reduced at the end
-                return (self.parameters + self.state) // layout.dp + self.parameters + self.gradients
-            ends = [*self.before, *self.behind]  # one unit, which is gathered for the whole step
-            return shard + sum(each.parameters + each.gradients for each in ends)
-        buckets = self.gradients if layout.dp > 1 else 0
-        return self.parameters + self.state + buckets + (self.gradients if several or layout.pp > 1 else 0)
+        The policies of a block are those on the upper hull of its freed bytes over seconds, so that a prefix of the changes is
+        the least recomputation for what it frees.
+        """
+        found = []
+        most = [
+            max((state.kept[index] for state in self.facts.states[self.rank]), default=1) for index in range(len(self.stages))
+        ]
+        for blocks, times in zip(self.blocks, most, strict=True):
+            for place, block in enumerate(blocks):
+                options = [
+                    (name, self._cost(parts[block]), times * parts[block].forward.change)
+                    for name, parts in self.record.blocks.items()
+                ]
+                found += [(-rate, place, block, name) for name, rate in _upper_hull(options)]
+        return [(block, name) for _, _, block, name in sorted(found)]
 
-    def _passes(self, checkpointed: int) -> tuple[PassRecord, PassRecord]:
-        """Return forward and backward of the stage, without their work."""
-        plain = [(each.forward, each.backward) for each in self.blocks[checkpointed:]]
-        blocks = [*map(self.seconds.recomputed_passes, self.blocks[:checkpointed]), *plain]
-        if self.layout.data_parallel == "fsdp" and self.layout.pp == 1:
-            blocks = [self.seconds.gathered_passes(*passes, part) for passes, part in zip(blocks, self.blocks, strict=True)]
-        forwards = [each.forward for each in self.before] + [forward for forward, _ in blocks]
-        backwards = [each.backward for each in self.behind] + [backward for _, backward in reversed(blocks)]
-        forwards += [each.forward for each in self.behind]
-        backwards += [each.backward for each in self.before]
-        return _join(forwards), _join(backwards)
+    def _cost(self, part: Part) -> float:
+        return self.seconds(part.forward) + self.seconds(part.next_backward)
 
-    def cost(self, checkpointed: int) -> StageCost:
-        parts = [*self.before, *self.blocks, *self.behind]
-        forward = sum(self.seconds(each.forward) for each in parts)
-        backward = sum(self.seconds(each.backward) for each in parts)
-        backward += sum(self.seconds(each.forward) for each in self.blocks[:checkpointed])
-        peak = self.peak(checkpointed)
-        return StageCost(len(self.blocks), checkpointed, peak, *self._with_replicas(forward, backward, parts))
+    def _peak(self, policies: Mapping[int, str]) -> int:
+        sizes = []
+        for ends, blocks in zip(self.ends, self.blocks, strict=True):
+            parts = [self._part(block, policies) for block in blocks]
+            runs: list[Run] = [(own[0], len(own)) for _, equal in groupby(parts, key=id) if (own := [*equal])]
+            sizes.append(StageSizes.of(ends, runs, self.replicas))
+        record, facts = self.record, self.facts
+        states, microbatches = facts.states[self.rank], self.layout.microbatches
+        return peak_bytes(sizes, states, facts.rules, self.replicas, microbatches, record.batch, self.tied)
 
     def _with_replicas(self, forward: float, backward: float, parts: Sequence[Part]) -> tuple[float, float, float]:
         """Return seconds of forward, backward and the rest of the step, with the messages between replicas."""
-        layout = self.layout
+        layout, divided = self.layout, self.facts.divided
         optimizer = sum(self.seconds(each.optimizer) for each in parts)
         if layout.dp == 1:
             return forward, backward, optimizer
@@ -198,21 +219,42 @@ class _Stage:
         def collective(kind: str, nbytes: int) -> float:
             return self.seconds.collective(CollectiveRecord(kind, nbytes, ranks))
 
-        if layout.data_parallel == "ddp":
-            reduction = collective("all_reduce", self.gradients)
-            return forward, backward, optimizer + max(reduction - backward, 0.1 * reduction)
-        gather, reduce = collective("all_gather", self.parameters), collective("reduce_scatter", self.gradients)
-        if layout.pp > 1:
-            return forward, backward, optimizer / layout.dp + gather + reduce
-        return max(forward, gather), max(backward, gather + reduce), optimizer / layout.dp
+        gradients, parameters = sum(each.gradients for each in parts), sum(each.parameters for each in parts)
+        if "optimizer" in divided:
+            optimizer /= layout.dp
+        if "parameters" in divided:
+            gather, reduce = collective("all_gather", parameters), collective("reduce_scatter", gradients)
+            if not self.replicas.gathers_blocks:
+                return forward, backward, optimizer + gather + reduce
+            return max(forward, gather), max(backward, gather + reduce), optimizer
+        if divided:  # a reduce-scatter of gradients and a gather of what the optimizer has stepped
+            optimizer += collective("all_gather", parameters)
+            reduction = collective("reduce_scatter" if "gradients" in divided else "all_reduce", gradients)
+        else:
+            reduction = collective("all_reduce", gradients)
+        hidden = backward if self.facts.overlaps and self.seconds.hardware.overlaps else 0.0
+        return forward, backward, optimizer + max(reduction - hidden, 0.1 * reduction)
 
 
-def _join(records: Sequence[PassRecord]) -> PassRecord:
-    """Join passes; a run of equal ones peaks in its first or its last."""
-    peak = change = 0
-    for _, run in groupby(records, key=id):
-        equal = [*run]
-        last = change + (len(equal) - 1) * equal[0].change
-        peak = max(peak, change + equal[0].peak, last + equal[0].peak)
-        change = last + equal[0].change
-    return PassRecord(peak, change)
+def _upper_hull(options: Sequence[tuple[str, float, int]]) -> list[tuple[str, Any]]:
+    """Return the policies worth taking, each with the bytes that it frees beyond the one before for each further second.
+
+    Args:
+        options: Name, seconds and kept bytes of each policy, from the one that recomputes least.
+    """
+    _, seconds, kept = options[0]
+    found: list[tuple[str, float]] = []
+    rest = [*options[1:]]
+    while rest:
+        rated = [(_rate(kept - each[2], each[1] - seconds), each) for each in rest if each[2] < kept]
+        if not rated:
+            break
+        rate, best = max(rated, key=lambda item: item[0])
+        found.append((best[0], rate))
+        _, seconds, kept = best
+        rest = rest[rest.index(best) + 1 :]
+    return found
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds if seconds > 0 else float("inf")

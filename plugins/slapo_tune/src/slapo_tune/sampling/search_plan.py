@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,8 +27,8 @@ class SearchPlan(Protocol):
     The names of settings that are symbols of the space count; others are the planner's own choice. A plan may also have
 
     - ``impossible(settings) -> str``: the sentence that says why settings cannot work, ``""`` where they may;
-    - ``rejected``: what it rules out. An element with ``settings``, or with ``what`` such as ``"tp=16 pp=2"``, rules out every
-      configuration that has all of them, with the element's text as the sentence.
+    - ``rejected``: what it rules out. An element with ``settings`` rules out every configuration that has all of them, with the
+      element's text as the sentence.
     """
 
     @property
@@ -54,7 +53,7 @@ class Predictions:
         self._rejected = [
             ({name: value_key(value) for name, value in found.items()}, str(each))
             for each in getattr(plan, "rejected", ())
-            if (found := _rejected_settings(each))
+            if isinstance(found := getattr(each, "settings", None), Mapping)
         ]
 
     def __bool__(self) -> bool:
@@ -100,16 +99,6 @@ def _read_candidate(candidate: Any) -> tuple[dict[str, str], Mapping[str, Any], 
     if not isinstance(settings, Mapping) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise TuneError(f"prune: a candidate has settings {settings!r} and step_seconds {seconds!r}; give a dict and a number")
     return {name: value_key(value) for name, value in settings.items() if _is_plain(value)}, settings, float(seconds)
-
-
-def _rejected_settings(rejection: Any) -> Mapping[str, Any]:
-    """Return the settings that a rejection rules out; those of a planner name them as ``what``, e.g. ``"tp=16 pp=2"``."""
-    settings = getattr(rejection, "settings", None)
-    if isinstance(settings, Mapping):
-        return settings
-    words = str(getattr(rejection, "what", "")).split()
-    pairs = [re.fullmatch(r"(tp|pp|dp)=(\d+)", word) for word in words]
-    return {pair[1]: int(pair[2]) for pair in pairs if pair} if all(pairs) else {}
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,290 @@
+"""The model of a plan: what was measured of it, the search over its layouts, and the estimates of their schedules."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import BuildError, SlapoError, create_schedule, get_logger
+from slapo_training import PipelineAction, StepModel
+
+from ..estimation.estimate import estimate, step_model
+from ..estimation.result import Estimate
+from ..hardware import Hardware
+from ..measurement.fake_process_group import fake_ranks
+from .candidates import Candidate, candidate_of, replayed
+from .layouts import Layout, LayoutSpace, Rejection
+from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
+from .model_record import ModelRecord, as_pipeline, with_policies_of
+from .part_seconds import PartSeconds
+from .stage_costs import EngineFacts
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_REFINED = 10
+"""Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replayed."""
+
+Pair = tuple[ModelRecord, ModelRecord]
+
+
+class ModelSource:
+    """A model, its batch, and options of ``build``.
+
+    Args:
+        model: The unmodified model.
+        batch: Arguments of its forward by name.
+        target: Name of the dialect.
+        options: Further options of ``build``.
+        hardware: The cluster.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Mapping[str, Any], target: str, options: Mapping[str, Any], hardware: Hardware
+    ) -> None:
+        self.model, self.batch, self.target, self.hardware = model, batch, target, hardware
+        self.options = {"optimizer": torch.optim.AdamW, **options}
+        self.notes: list[str] = []
+        self._shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str, Mapping))}
+        self._engine = _step_model(target)
+        self._seconds = PartSeconds(hardware)
+        self._splits = False
+        self._pairs: dict[Measurement, Pair | str] = {}
+        self._records: dict[tuple[Any, ...], ModelRecord | str] = {}
+        self._facts: dict[tuple[Any, ...], EngineFacts | str] = {}
+
+    @cached_property
+    def _trimmed(self) -> TrimmedModel:
+        return TrimmedModel.of(self.model, [*CHECKPOINTS])
+
+    @cached_property
+    def _few_blocks(self) -> TrimmedModel:
+        return TrimmedModel.of(self.model)
+
+    def search(
+        self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]
+    ) -> tuple[list[Candidate], list[Rejection]]:
+        """Return the layouts that fit, fastest first, and those that do not."""
+        pipelines, replicas = self._engine.pipeline_choices(), self._engine.replica_choices()
+        devices, blocks = self.hardware.devices_per_node, len(self._trimmed.blocks)
+        space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
+        wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
+        self._splits = any(pipelines[name].splits_backward for name in wanted)
+        candidates: list[Candidate] = []
+        for tp in space.degrees():
+            for layout in space.layouts(tp):
+                found = self._cost(layout)
+                if isinstance(found, Candidate):
+                    candidates.append(found)
+                elif found not in space.rejected:
+                    space.rejected.append(found)
+        candidates.sort(key=lambda each: each.step_seconds)
+        best: list[Candidate] = []
+        while candidates and len(best) < _REFINED:
+            refined = self._refined(candidates.pop(0))
+            if isinstance(refined, Candidate):
+                best.append(refined)
+            else:
+                space.rejected.append(refined)
+        return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
+
+    def _cost(self, layout: Layout, *, cuts: bool = False) -> Candidate | Rejection:
+        facts = self._engine_facts(layout)
+        if isinstance(facts, str):
+            return Rejection(layout._asdict(), facts)
+        record = self._record(layout, cuts=cuts)
+        if isinstance(record, str):
+            return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
+        dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
+        return candidate_of(record, layout, facts, self._seconds, self._build_options(layout), dtype)
+
+    def _refined(self, candidate: Candidate) -> Candidate | Rejection:
+        """Return a candidate of a pipeline by the stages of the cut model, with the time of its order of actions."""
+        layout = candidate.layout
+        if layout.pp == 1:
+            return candidate
+        found = self._cost(layout, cuts=True)
+        facts, record = self._engine_facts(layout), self._record(layout, cuts=True)
+        if not isinstance(found, Candidate) or isinstance(facts, str) or isinstance(record, str):
+            return found
+        microbatches = max(action.microbatch for action in facts.order[0]) + 1
+        mode = self._engine.message_mode(found.build_options, len(found.stages), layout.pp, microbatches)
+        return replayed(found, record, facts, mode, self._seconds)
+
+    def _build_options(self, layout: Layout) -> dict[str, Any]:
+        found = {"microbatches": layout.microbatches, **self._shown}
+        if layout.dp > 1:
+            found = _joined(found, self._engine.replica_choices()[layout.data_parallel].options)
+        if layout.pp > 1:
+            found = _joined(found, self._engine.pipeline_choices()[layout.pipeline_schedule].options)
+        return found
+
+    def _engine_facts(self, layout: Layout) -> EngineFacts | str:
+        stages = layout.pp * (self._engine.pipeline_choices()[layout.pipeline_schedule].stages_per_rank if layout.pp > 1 else 1)
+        few = min(layout.microbatches, 2 * stages)  # every rank has reached its peak, unless the schedule keeps all of them
+        facts = self._known_facts(layout, stages, few)
+        if isinstance(facts, str) or stages == 1 or facts.most_kept < few:
+            return facts
+        return self._known_facts(layout, stages, layout.microbatches)
+
+    def _known_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
+        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule, microbatches
+        if key not in self._facts:
+            self._facts[key] = self._read_facts(layout, stages, microbatches)
+        return self._facts[key]
+
+    def _read_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
+        options = {**self.options, **self._build_options(layout), "microbatches": microbatches}
+        try:
+            order: Mapping[int, list[PipelineAction]] = self._engine.action_order(options, stages, layout.pp, microbatches)
+        except BuildError as err:
+            return str(err)
+        choice = self._engine.replica_choices()[layout.data_parallel]
+        divided = frozenset(choice.divided) if layout.dp > 1 else frozenset[str]()
+        return EngineFacts(
+            self._engine.memory_rules(options, stages, layout.pp, layout.dp),
+            divided,
+            order,
+            self._engine.overlaps_reduction(options, stages, layout.pp),
+        )
+
+    def _record(self, layout: Layout, *, cuts: bool) -> ModelRecord | str:
+        """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured.
+
+        With ``cuts`` stages are those of a model that was cut; otherwise those that the whole model suggests.
+        """
+        staged, cuts = layout.pp > 1, cuts and layout.pp > 1
+        key = layout.tp, layout.sequence_parallel, staged, cuts, layout.rows
+        if key not in self._records:
+            pair = self._measured(Measurement(layout.tp, layout.sequence_parallel, cuts, cuts and self._splits))
+            record = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
+            self._records[key] = record if isinstance(record, str) or not staged or cuts else as_pipeline(record)
+        return self._records[key]
+
+    def _measured(self, how: Measurement) -> Pair | str:
+        if how not in self._pairs:
+            try:
+                self._pairs[how] = self._measure(how)
+            except SlapoError as err:
+                if how == Measurement():
+                    raise
+                self._pairs[how] = str(err)
+        return self._pairs[how]
+
+    def _measure(self, how: Measurement) -> Pair:
+        trimmed = self._few_blocks if how.stages else self._trimmed
+        with held_messages() as held:
+            one, two = measure_model(trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
+        self.notes += [f"tp={how.tp}: {message}" for message in held]
+        if how.stages:
+            whole = self._measured(replace(how, stages=False, splits=False))
+            if isinstance(whole, str):
+                raise SlapoError(whole)
+            return with_policies_of(one, whole[0]), with_policies_of(two, whole[1])
+        if not how.policy and "full" not in one.blocks:  # too few blocks for one of each kind
+            full = self._measured(replace(how, policy="full"))
+            if not isinstance(full, str):
+                return _with_policy(one, full[0]), _with_policy(two, full[1])
+        return one, two
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return the estimate of a candidate's real schedule."""
+        layout = candidate.layout
+        batch = with_rows(self.batch, layout.rows * layout.microbatches)
+        with held_messages(), fake_ranks(pp=layout.pp, dp=layout.dp, tp=layout.tp) as mesh:
+            model = copy.deepcopy(self.model)
+            sch = create_schedule(model, mesh=mesh, example_inputs=with_rows(self.batch, layout.rows))
+            candidate.apply(sch)
+            options = {**self.options, **candidate.build_options}
+            return estimate(sch, batch, self.target, hardware=self.hardware, **options)
+
+    def checked(self, candidates: list[Candidate], number: int) -> tuple[list[Candidate], list[Rejection]]:
+        """Estimate the real schedules of the fastest candidates.
+
+        Returns:
+            The candidates, first those that were estimated, fastest first; and those that turn out not to fit.
+        """
+        found: list[Candidate] = []
+        rejected: list[Rejection] = []
+        rest = [*candidates]
+        while rest and len(found) < number:
+            each = rest.pop(0)
+            exact = self._exact(each)
+            if isinstance(exact, str):
+                rejected.append(Rejection(each.layout._asdict(), exact))
+            else:
+                found.append(each.estimated(exact))
+        found.sort(key=lambda each: each.step_seconds)
+        return [*found, *rest], rejected
+
+    def _exact(self, candidate: Candidate) -> Estimate | str:
+        try:
+            exact = self.estimate(candidate)
+        except SlapoError as err:
+            return str(err)
+        limit = self.hardware.usable_bytes
+        if exact.problems:
+            return exact.problems[0]
+        if exact.peak > limit:
+            return f"its schedule needs {exact.peak / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+        return exact
+
+
+def _with_policy(record: ModelRecord, full: ModelRecord) -> ModelRecord:
+    return replace(record, blocks={**record.blocks, "full": full.blocks["none"]})
+
+
+def _step_model(target: str) -> type[StepModel]:
+    return step_model(create_schedule(nn.Identity()), target)
+
+
+def _joined(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both mappings as one; nested ones are joined, too."""
+    found = dict(left)
+    for name, value in right.items():
+        before = found.get(name)
+        found[name] = _joined(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+@contextmanager
+def held_messages() -> Iterator[list[str]]:
+    """Keep Slapo's messages from the log in a block; yield its warnings."""
+    found: list[str] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            found.append(record.getMessage())
+        return False
+
+    logger = get_logger()
+    logger.addFilter(hold)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(hold)
+
+
+def with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the batch with another number of rows, which repeat.
+
+    Raises:
+        SlapoError: no tensor has rows.
+    """
+    sizes = [value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    if not sizes:
+        raise SlapoError("plan: the batch has no tensor with rows; give the arguments of the forward by name")
+
+    def repeat(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != sizes[0]:
+            return value
+        value = torch.zeros_like(value, device="cpu") if value.is_meta else value
+        return value.repeat(-(-rows // sizes[0]), *[1] * (value.dim() - 1))[:rows]
+
+    return {name: repeat(value) for name, value in batch.items()}

@@ -1,0 +1,47 @@
+"""Seconds and floating-point operations of the parts of a model on a device; each is computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..hardware import Hardware, collective_seconds, work_seconds
+from ..recording.segments import PassRecord
+from ..records import CollectiveRecord
+from .model_record import ModelRecord, flops_of
+
+
+class PartSeconds:
+    """Seconds on a device.
+
+    Args:
+        hardware: The device.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._known: dict[int, tuple[PassRecord, float]] = {}
+        self._collectives: dict[CollectiveRecord, float] = {}
+        self._flops: dict[int, tuple[Any, int]] = {}
+
+    def __call__(self, record: PassRecord) -> float:
+        """Return the seconds of a pass, its collectives included."""
+        if id(record) not in self._known:
+            found = work_seconds(record.work, self.hardware)
+            hidden = found.compute if self.hardware.overlaps else 0.0
+            seconds = found.compute + found.communication + max(0.0, found.overlapped - hidden)
+            self._known[id(record)] = record, seconds
+        return self._known[id(record)][1]
+
+    def collective(self, record: CollectiveRecord) -> float:
+        """Return the seconds of a collective."""
+        if record not in self._collectives:
+            self._collectives[record] = collective_seconds(record, self.hardware)
+        return self._collectives[record]
+
+    def flops(self, record: ModelRecord) -> int:
+        """Return three times the operations of a forward of the whole model on one rank of each stage."""
+        if id(record) not in self._flops:
+            parts = [record.first.entry, *record.blocks["none"], record.last.exit]
+            known = {id(each): flops_of(each.forward) for each in dict.fromkeys(parts)}
+            self._flops[id(record)] = record, 3 * sum(known[id(each)] for each in parts)
+        return self._flops[id(record)][1]

@@ -1,0 +1,176 @@
+"""Peak memory of a rank, from the parts of a model that its stages run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from slapo_training import MemoryRules
+
+from ..recording.segments import PassRecord
+from .model_record import PASSES, Part, StageEnds
+from .occupancy import State
+
+Run = tuple[Part, int]
+"""A part, and the number of times that it runs in a row."""
+
+
+class Replicas(NamedTuple):
+    """How the replicas of a layout share memory.
+
+    Args:
+        number: Number of replicas.
+        divided: Kinds of memory that they divide among them.
+        gathers_blocks: True if the parameters of a block are gathered as it runs; False if all are for the whole step.
+    """
+
+    number: int = 1
+    divided: frozenset[str] = frozenset()
+    gathers_blocks: bool = False
+
+    def share(self, nbytes: int, kind: str) -> int:
+        """Return the bytes of a kind on one replica."""
+        return -(-nbytes // self.number) if kind in self.divided else nbytes
+
+    def gathered(self, part: Part) -> Part:
+        """Return the passes of a block that is gathered as it runs: the next block's parameters are gathered meanwhile.
+
+        Whole gradients exist until they are reduced, behind the backward of each micro-batch.
+        """
+        size, whole, kept = part.parameters, part.gradients, self.share(part.gradients, "gradients")
+        forward = PassRecord(part.forward.peak + 2 * size, part.forward.change, part.forward.work)
+        backward = part.first_backward
+        peak = max(backward.peak + 2 * size, backward.change + size + whole + kept)
+        left = backward.change - whole
+        first, following = replace(backward, peak=peak, change=left + kept), replace(backward, peak=peak, change=left)
+        return replace(part, forward=forward, first_backward=first, next_backward=following)
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Bytes of one stage.
+
+    Args:
+        passes: Peak and change of its passes, by their names in ``Part``.
+        parameters: Bytes of parameters between steps.
+        gradients: Bytes of gradients between steps.
+        state: Bytes of the optimizer's state.
+        working: Bytes that the optimizer's step needs for a moment.
+        gathered: Bytes of the parameters that are gathered for the whole step.
+        unit: Bytes of the largest of the units that are gathered together.
+        messages: Bytes that a micro-batch receives, sends, and sends back.
+    """
+
+    passes: Mapping[str, tuple[int, int]]
+    parameters: int
+    gradients: int
+    state: int
+    working: int
+    gathered: int
+    unit: int
+    messages: tuple[int, int, int]
+
+    @staticmethod
+    def of(ends: StageEnds, blocks: Sequence[Run], replicas: Replicas) -> StageSizes:
+        """Return the sizes of a stage with some blocks."""
+        parts = [(ends.entry, 1), *blocks, (ends.exit, 1)]
+        divides = "parameters" in replicas.divided
+        runs = parts
+        if divides and replicas.gathers_blocks:
+            known = {id(part): replicas.gathered(part) for part, _ in blocks}
+            runs = [(known.get(id(part), part), times) for part, times in parts]
+        passes = {name: _join(name, runs if name == "forward" else [*reversed(runs)]) for name in PASSES}
+        peak, change = passes["forward"]
+        passes["forward"] = peak, change - sum(part.late * times for part, times in parts)
+        parameters = sum(part.parameters * times for part, times in parts)
+        gathered = (ends.entry.parameters if replicas.gathers_blocks else parameters) if divides else 0
+        working = max(part.optimizer.peak - part.optimizer.change for part, _ in parts)
+        return StageSizes(
+            passes,
+            replicas.share(parameters, "parameters"),
+            replicas.share(sum(part.gradients * times for part, times in parts), "gradients"),
+            replicas.share(sum(part.optimizer.change * times for part, times in parts), "optimizer"),
+            replicas.share(working, "optimizer"),
+            gathered,
+            max(part.parameters for part, _ in parts) if gathered else 0,
+            (ends.received, ends.sent, ends.sent_back),
+        )
+
+
+def _join(name: str, runs: Iterable[Run]) -> tuple[int, int]:
+    """Return peak and change of parts that run one after the other."""
+    peak = change = 0
+    for part, times in runs:
+        if times:
+            each: PassRecord = getattr(part, name)
+            last = change + (times - 1) * each.change
+            peak = max(peak, change + each.peak, last + each.peak)
+            change = last + each.change
+    return peak, change
+
+
+def peak_bytes(
+    stages: Sequence[StageSizes],
+    states: Sequence[State],
+    rules: MemoryRules,
+    replicas: Replicas,
+    microbatches: int,
+    batch: int,
+    tied: int = 0,
+) -> int:
+    """Return the most bytes of a rank in a step.
+
+    Args:
+        stages: Its stages, in order.
+        states: Its largest states, with stages numbered as in ``stages``.
+        rules: Memory of the engine beside the model.
+        replicas: How replicas share memory.
+        microbatches: Number of micro-batches.
+        batch: Bytes of a micro-batch.
+        tied: Bytes of parameters that two of its stages hold.
+    """
+    parameters, gradients, state = (
+        sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state")
+    )
+    once: float = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
+    held = round(once * (parameters + state)) + microbatches * batch + (gradients if rules.buckets else 0)
+    held += sum(_messages(each, rules, microbatches) for each in stages)
+    kept = round(once * gradients)
+    held_behind = held if rules.buckets else held + kept
+    gathered = sum(each.gathered for each in stages)
+    views = rules.buckets and microbatches == 1  # gradients are views of the buckets
+    peak: int = max(
+        held + gathered + max(each.unit for each in stages),
+        held_behind + max(each.working for each in stages),
+        held + 2 * kept if rules.flattens_gradients else 0,
+    )
+    units = sum(replicas.share(each.unit, "gradients") for each in stages if each.gathered)
+    growth = [0 if views else each.passes["first_backward"][1] - each.passes["next_backward"][1] for each in stages]
+    for each in states:
+        now = sum(count * stages[index].passes["forward"][1] for index, count in enumerate(each.kept) if count)
+        for index, count in enumerate(each.half):
+            passes = stages[index].passes
+            now += count * (passes["forward"][1] + passes["inputs_backward"][1])
+        now += sum(growth[index] for index, begun in enumerate(each.begun) if begun)
+        peak = max(peak, held + gathered + now + stages[each.stage].passes[_name(each, views)][0])
+    whole = sum(growth) if gathered else 0
+    return int(max(peak, held + gathered + whole + units))
+
+
+def _name(state: State, views: bool) -> str:
+    allocates = state.is_first and not views
+    if state.kind == "F":
+        return "forward"
+    if state.kind == "I":
+        return "inputs_backward"
+    kind = "weights" if state.kind == "W" else "backward"
+    return f"{'first' if allocates else 'next'}_{kind}"
+
+
+def _messages(stage: StageSizes, rules: MemoryRules, microbatches: int) -> int:
+    received, sent, sent_back = stage.messages
+    if rules.receive_buffers:
+        on_the_way = (sent + sent_back) * microbatches if rules.keeps_sent else sent_back + sent * (microbatches > 1)
+        return (received + sent) * microbatches + on_the_way
+    return received + sent if rules.fixed_buffers or rules.holds_received else 0

@@ -1,0 +1,88 @@
+"""Memory of the search's candidates against the estimates of their real schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from slapo_plan import Hardware, Plan, plan
+
+LENGTH = 64
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 8, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": LENGTH}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False, bos_token_id=1, eos_token_id=2))
+
+
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=500, use_cache=False, pad_token_id=0))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4, "vocab_size": 500, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
+
+
+def searched(model: Callable[[], nn.Module], constraints: dict[str, Any], mebibytes: float, **options: Any) -> Plan:
+    batch = {name: torch.zeros(1, LENGTH, dtype=torch.long) for name in ("input_ids", "labels")}
+    ranks = 1
+    for axis in ("tp", "pp", "dp"):
+        ranks *= constraints.setdefault(axis, 1)
+    hardware = replace(Hardware.load("h100"), usable_bytes=int(mebibytes * 2**20))
+    with torch.device("meta"):
+        made = model()
+    return plan(made, batch, ranks=ranks, global_batch=16, hardware=hardware, constraints=constraints, check=0, **options)
+
+
+ROOMY = 1 << 20
+"""Mebibytes with which nothing is recomputed."""
+CASES = [
+    pytest.param(gpt2, {"rows": 2}, ROOMY, id="one rank"),
+    pytest.param(gpt2, {"rows": 16}, ROOMY, id="one micro-batch"),
+    pytest.param(gpt2, {"tp": 2, "rows": 2, "sequence_parallel": True}, ROOMY, id="sequence parallel"),
+    pytest.param(llama, {"tp": 2, "rows": 2, "sequence_parallel": False}, ROOMY, id="tensor parallel"),
+    pytest.param(gpt2, {"dp": 4, "rows": 2, "data_parallel": "ddp"}, ROOMY, id="ddp"),
+    pytest.param(gpt2, {"dp": 4, "rows": 4, "data_parallel": "ddp"}, ROOMY, id="ddp, one micro-batch"),
+    pytest.param(llama, {"dp": 4, "rows": 2, "data_parallel": "fsdp"}, ROOMY, id="fsdp"),
+    pytest.param(gpt2, {"dp": 4, "rows": 4, "data_parallel": "fsdp"}, ROOMY, id="fsdp, one micro-batch"),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b"),
+    pytest.param(llama, {"pp": 4, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b of four"),
+    pytest.param(llama, {"pp": 4, "rows": 16, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b, one micro-batch"),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "gpipe"}, ROOMY, id="gpipe"),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "interleaved"}, ROOMY, id="interleaved"),
+    pytest.param(llama, {"pp": 2, "rows": 2, "pipeline_schedule": "zbv"}, ROOMY, id="zbv"),
+    pytest.param(gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "ddp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp ddp"),
+    pytest.param(
+        gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "fsdp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp fsdp"
+    ),
+    pytest.param(
+        llama, {"tp": 2, "pp": 2, "rows": 2, "sequence_parallel": True, "pipeline_schedule": "1f1b"}, ROOMY, id="tp pp"
+    ),
+    pytest.param(gpt2, {"rows": 4}, 16, id="some recomputed"),
+    pytest.param(llama, {"rows": 16}, 20, id="many recomputed"),
+    pytest.param(llama, {"dp": 2, "rows": 4, "data_parallel": "fsdp"}, 10, id="fsdp, recomputed"),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, 9, id="1f1b, recomputed"),
+    pytest.param(t5, {"rows": 2}, ROOMY, id="encoder and decoder"),
+    pytest.param(t5, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="encoder and decoder, 1f1b"),
+]
+
+
+@pytest.mark.parametrize(("model", "constraints", "mebibytes"), CASES)
+def test_memory_of_a_candidate_is_that_of_its_schedule(
+    model: Callable[[], nn.Module], constraints: dict[str, Any], mebibytes: float
+) -> None:
+    found = searched(model, dict(constraints), mebibytes)
+    exact = found.estimate()
+    assert not exact.problems
+    ranks = {each.rank: each.peak for each in found.best.stages}
+    for each in exact.ranks:
+        assert 0.98 <= ranks[each.rank] / each.memory.peak <= 1.07, (str(found.best), ranks[each.rank], each.memory)
