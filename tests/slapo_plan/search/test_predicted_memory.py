@@ -46,33 +46,47 @@ def searched(model: Callable[[], nn.Module], constraints: dict[str, Any], mebiby
 ROOMY = 1 << 20
 """Mebibytes with which nothing is recomputed."""
 CASES = [
-    pytest.param(gpt2, {"rows": 2}, ROOMY, id="one rank"),
-    pytest.param(gpt2, {"rows": 16}, ROOMY, id="one micro-batch"),
+    pytest.param(gpt2, {"rows": 2}, ROOMY, marks=pytest.mark.slow, id="one rank"),
+    pytest.param(gpt2, {"rows": 16}, ROOMY, marks=pytest.mark.slow, id="one micro-batch"),
     pytest.param(gpt2, {"tp": 2, "rows": 2, "sequence_parallel": True}, ROOMY, id="sequence parallel"),
-    pytest.param(llama, {"tp": 2, "rows": 2, "sequence_parallel": False}, ROOMY, id="tensor parallel"),
-    pytest.param(gpt2, {"dp": 4, "rows": 2, "data_parallel": "ddp"}, ROOMY, id="ddp"),
-    pytest.param(gpt2, {"dp": 4, "rows": 4, "data_parallel": "ddp"}, ROOMY, id="ddp, one micro-batch"),
-    pytest.param(llama, {"dp": 4, "rows": 2, "data_parallel": "fsdp"}, ROOMY, id="fsdp"),
-    pytest.param(gpt2, {"dp": 4, "rows": 4, "data_parallel": "fsdp"}, ROOMY, id="fsdp, one micro-batch"),
-    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b"),
-    pytest.param(llama, {"pp": 4, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b of four"),
-    pytest.param(llama, {"pp": 4, "rows": 16, "pipeline_schedule": "1f1b"}, ROOMY, id="1f1b, one micro-batch"),
-    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "gpipe"}, ROOMY, id="gpipe"),
-    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "interleaved"}, ROOMY, id="interleaved"),
+    pytest.param(llama, {"tp": 2, "rows": 2, "sequence_parallel": False}, ROOMY, marks=pytest.mark.slow, id="tensor parallel"),
+    pytest.param(gpt2, {"dp": 4, "rows": 2, "data_parallel": "ddp"}, ROOMY, marks=pytest.mark.slow, id="ddp"),
+    pytest.param(gpt2, {"dp": 4, "rows": 4, "data_parallel": "ddp"}, ROOMY, marks=pytest.mark.slow, id="ddp, one micro-batch"),
+    pytest.param(llama, {"dp": 4, "rows": 2, "data_parallel": "fsdp"}, ROOMY, marks=pytest.mark.slow, id="fsdp"),
+    pytest.param(
+        gpt2, {"dp": 4, "rows": 4, "data_parallel": "fsdp"}, ROOMY, marks=pytest.mark.slow, id="fsdp, one micro-batch"
+    ),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, marks=pytest.mark.slow, id="1f1b"),
+    pytest.param(llama, {"pp": 4, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, marks=pytest.mark.slow, id="1f1b of four"),
+    pytest.param(
+        llama, {"pp": 4, "rows": 16, "pipeline_schedule": "1f1b"}, ROOMY, marks=pytest.mark.slow, id="1f1b, one micro-batch"
+    ),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "gpipe"}, ROOMY, marks=pytest.mark.slow, id="gpipe"),
+    pytest.param(
+        gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "interleaved"}, ROOMY, marks=pytest.mark.slow, id="interleaved"
+    ),
     pytest.param(llama, {"pp": 2, "rows": 2, "pipeline_schedule": "zbv"}, ROOMY, id="zbv"),
-    pytest.param(gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "ddp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp ddp"),
+    pytest.param(
+        gpt2,
+        {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "ddp", "pipeline_schedule": "1f1b"},
+        ROOMY,
+        marks=pytest.mark.slow,
+        id="pp ddp",
+    ),
     pytest.param(
         gpt2, {"pp": 2, "dp": 2, "rows": 2, "data_parallel": "fsdp", "pipeline_schedule": "1f1b"}, ROOMY, id="pp fsdp"
     ),
     pytest.param(
         llama, {"tp": 2, "pp": 2, "rows": 2, "sequence_parallel": True, "pipeline_schedule": "1f1b"}, ROOMY, id="tp pp"
     ),
-    pytest.param(gpt2, {"rows": 4}, 16, id="some recomputed"),
-    pytest.param(llama, {"rows": 16}, 20, id="many recomputed"),
+    pytest.param(gpt2, {"rows": 4}, 16, marks=pytest.mark.slow, id="some recomputed"),
+    pytest.param(llama, {"rows": 16}, 20, marks=pytest.mark.slow, id="many recomputed"),
     pytest.param(llama, {"dp": 2, "rows": 4, "data_parallel": "fsdp"}, 10, id="fsdp, recomputed"),
-    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, 9, id="1f1b, recomputed"),
-    pytest.param(t5, {"rows": 2}, ROOMY, id="encoder and decoder"),
-    pytest.param(t5, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, id="encoder and decoder, 1f1b"),
+    pytest.param(gpt2, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, 9, marks=pytest.mark.slow, id="1f1b, recomputed"),
+    pytest.param(t5, {"rows": 2}, ROOMY, marks=pytest.mark.slow, id="encoder and decoder"),
+    pytest.param(
+        t5, {"pp": 2, "rows": 2, "pipeline_schedule": "1f1b"}, ROOMY, marks=pytest.mark.slow, id="encoder and decoder, 1f1b"
+    ),
 ]
 
 

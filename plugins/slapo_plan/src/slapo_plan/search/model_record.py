@@ -185,13 +185,14 @@ class StageSplitter:
         stage, own = self._stage, [*self.blocks().values()]
         steps = [self._steps[path] for path in self._order]
         change = stage.optimizer.change - sum(each.change for each in steps)
+        working = stage.optimizer.peak - stage.optimizer.change - sum(each.peak - each.change for each in steps)
         work = _without(stage.optimizer.work, steps)
         gradients = stage.gradients - sum(each.gradients for each in own)
 
-        def end(place: str, parameters: int, has_work: bool) -> Part:
+        def end(place: str, parameters: int, is_entry: bool) -> Part:
             share = parameters / max(1, self._before + self._behind)
             grows = round(change * share)
-            step = PassRecord(grows + stage.optimizer.peak - stage.optimizer.change, grows, work if has_work else ())
+            step = PassRecord(grows + working, grows, work) if is_entry else PassRecord(grows, grows)
             own = round(gradients * share)
             return Part(**self._of(place), optimizer=self._step(step, parameters), parameters=parameters, gradients=own)
 

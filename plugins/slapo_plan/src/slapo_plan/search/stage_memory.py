@@ -85,7 +85,7 @@ class StageSizes:
         passes["forward"] = peak, change - sum(part.late * times for part, times in parts)
         parameters = sum(part.parameters * times for part, times in parts)
         gathered = (ends.entry.parameters if replicas.gathers_blocks else parameters) if divides else 0
-        working = max(part.optimizer.peak - part.optimizer.change for part, _ in parts)
+        working = sum(times * (part.optimizer.peak - part.optimizer.change) for part, times in parts)
         return StageSizes(
             passes,
             replicas.share(parameters, "parameters"),
