@@ -23,7 +23,7 @@ import optuna
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from slapo_core import build, set_random_seed
@@ -133,11 +133,15 @@ def _measure_rank(rank: int, order: Sequence[int], file: str, meeting: str) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     subject, all_values = job(), configurations()
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}  # new groups for each configuration would leave ever more threads
     for count, place in enumerate(order):
         values = all_values[place]
         start = time.perf_counter()
         try:
-            record: dict[str, Any] = {"seconds": _step_seconds(subject, values)}
+            sizes = subject.sizes(values)
+            if sizes not in meshes:
+                meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+            record: dict[str, Any] = {"seconds": _step_seconds(subject, values, meshes[sizes])}
         except Exception as err:
             record = {"error": " ".join(f"{type(err).__name__}: {err}".split())[:300]}
         if rank == 0:
@@ -148,8 +152,7 @@ def _measure_rank(rank: int, order: Sequence[int], file: str, meeting: str) -> N
     dist.destroy_process_group()
 
 
-def _step_seconds(subject: TrialJob, values: Mapping[str, Any]) -> list[float]:
-    mesh = init_device_mesh("cpu", subject.sizes(values), mesh_dim_names=AXES)
+def _step_seconds(subject: TrialJob, values: Mapping[str, Any], mesh: DeviceMesh) -> list[float]:
     pp, dp, tp = (mesh[axis].get_local_rank() for axis in AXES)
     set_random_seed(0, dp_rank=dp, pp_rank=pp, tp_rank=tp)
     sch = subject.make_schedule(subject.trial_model(), mesh, ScheduleSpace(values), values)
@@ -164,7 +167,9 @@ def _step_seconds(subject: TrialJob, values: Mapping[str, Any]) -> list[float]:
 
     for _ in range(WARMUP):
         step()
-    return [round(step(), 5) for _ in range(STEPS)]
+    found = [round(step(), 5) for _ in range(STEPS)]
+    engine.close()
+    return found
 
 
 class Prediction(NamedTuple):

@@ -81,5 +81,6 @@ def _reason(best: Any, other: Any) -> str:
         "slower passes" + (", more messages" if layout.tp > best.layout.tp else ""): passes(other) - passes(best),
         "more reduction and optimizer": max(each.after for each in other.stages) - max(each.after for each in best.stages),
     }
-    slower = other.step_seconds / best.step_seconds - 1 if best.step_seconds else 0.0
-    return f"{slower:.0%} slower: {max(losses, key=lambda name: losses[name])}"
+    slower = max(0.0, other.step_seconds / best.step_seconds - 1) if best.step_seconds else 0.0
+    loss = max(losses, key=lambda name: losses[name])
+    return f"{slower:.0%} slower" + (f": {loss}" if losses[loss] > 0 else "")

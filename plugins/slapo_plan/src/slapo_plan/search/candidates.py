@@ -56,6 +56,10 @@ class Candidate:
         seconds, bubble = exact.time.seconds, exact.time.bubble
         return replace(self, stages=stages, step_seconds=seconds, bubble=bubble, mfu=exact.mfu or 0.0, is_estimated=True)
 
+    def scaled(self, ratio: float) -> Candidate:
+        """Return the candidate with its seconds times a ratio."""
+        return replace(self, step_seconds=self.step_seconds * ratio, mfu=self.mfu / ratio)
+
     @property
     def peak(self) -> int:
         """Most bytes of any rank."""

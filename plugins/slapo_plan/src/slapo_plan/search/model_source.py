@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from .stage_costs import EngineFacts
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
 """Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replayed."""
+
+_MORE = 3
+"""Number of further candidates that may be estimated."""
 
 Pair = tuple[ModelRecord, ModelRecord]
 
@@ -207,21 +211,29 @@ class ModelSource:
     def checked(self, candidates: list[Candidate], number: int) -> tuple[list[Candidate], list[Rejection]]:
         """Estimate the real schedules of the fastest candidates.
 
+        The seconds of the others are scaled by what the estimates of these were longer. While one of them is then the fastest,
+        it is estimated, too, up to ``_MORE`` of them.
+
         Returns:
             The candidates, first those that were estimated, fastest first; and those that turn out not to fit.
         """
         found: list[Candidate] = []
         rejected: list[Rejection] = []
+        ratios: list[float] = []
         rest = [*candidates]
-        while rest and len(found) < number:
+        while number and rest and len(found) < number + _MORE:
+            ratio = median(ratios) if ratios else 1.0
+            if len(found) >= number and rest[0].step_seconds * ratio >= min(each.step_seconds for each in found):
+                break
             each = rest.pop(0)
             exact = self._exact(each)
             if isinstance(exact, str):
                 rejected.append(Rejection(each.layout._asdict(), exact))
-            else:
-                found.append(each.estimated(exact))
+                continue
+            found.append(each.estimated(exact))
+            ratios.append(found[-1].step_seconds / each.step_seconds)
         found.sort(key=lambda each: each.step_seconds)
-        return [*found, *rest], rejected
+        return [*found, *(each.scaled(median(ratios)) if ratios else each for each in rest)], rejected
 
     def _exact(self, candidate: Candidate) -> Estimate | str:
         try:
