@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from slapo_core import SlapoError, UnknownNameError, create_schedule, load_schedule
@@ -23,6 +24,43 @@ def gpt2() -> GPT2LMHeadModel:
         return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False, bos_token_id=1, eos_token_id=2))
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).relu()
+
+
+class Numbered(nn.Module):
+    """Reads the output of a block by its number, so that none can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [x := layer(x) for layer in self.layers]
+        return (outputs[6] + outputs[-1]).square().mean()
+
+
+class Cells(nn.Module):
+    """Writes what it computes into a tensor that it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = torch.zeros(x.shape[0], 3, 32)
+        state = torch.zeros(x.shape[0], 32)
+        for step in range(3):
+            state = self.cell(x, state)
+            outputs[:, step] = state
+        return outputs.square().mean()
+
+
 def small_devices(mebibytes: float) -> Hardware:
     return replace(Hardware.load("h100"), usable_bytes=int(mebibytes * MIB))
 
@@ -35,8 +73,10 @@ def planned() -> Plan:
 def test_candidates_are_sorted_and_fit() -> None:
     found = [*planned()]
     assert len(found) > 10
-    assert [each.is_estimated for each in found] == [True] + [False] * (len(found) - 1)
-    assert [each.step_seconds for each in found[1:]] == sorted(each.step_seconds for each in found[1:])
+    checked = [each.is_estimated for each in found].index(False)
+    assert checked >= 1
+    for part in (found[:checked], found[checked:]):
+        assert [each.step_seconds for each in part] == sorted(each.step_seconds for each in part)
     assert all(each.peak <= 18 * MIB for each in found)
     assert all(each.layout.tp * each.layout.pp * each.layout.dp == 4 for each in found)
     assert all(each.layout.dp * each.layout.rows * each.layout.microbatches == 16 for each in found)
@@ -61,6 +101,13 @@ def test_less_memory_means_more_recomputation() -> None:
         found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(mebibytes), constraints=wanted, check=0)
         counts.append(sum(each.checkpointed for each in found.best.stages))
     assert counts[0] == 0 < counts[1] < counts[2]
+
+
+@pytest.mark.parametrize("make", [Numbered, Cells])
+def test_unusual_models_are_planned(make: type[nn.Module]) -> None:
+    found = plan(make(), {"x": torch.zeros(1, 32)}, ranks=2, global_batch=8, hardware="h100", constraints={"tp": 1, "pp": 1})
+    assert found.best.is_estimated
+    assert found.best.layout.dp == 2
 
 
 def test_a_layout_that_does_not_fit_says_by_how_much() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_core import Schedule, SlapoError
+from slapo_report import format_bytes
 from slapo_training import MessageMode
 
 from ..estimation.result import Estimate
@@ -122,7 +123,7 @@ class Candidate:
         lines += ["    pass"] * (len(lines) == 1)
         layout = {axis: getattr(self.layout, axis) for axis in ("pp", "dp", "tp")}
         head = [
-            f'"""{self.layout}: predicted step of {self.step_seconds:.3g} s, {self.peak / GIB:.2f} GiB on the fullest rank."""',
+            f'"""{self.layout}: predicted step of {self.step_seconds:.3g} s, {format_bytes(self.peak)} on the fullest rank."""',
             "",
             f"layout = {layout!r}",
             f"build = {dict(self.build_options)!r}",
@@ -137,7 +138,7 @@ class Candidate:
         checkpointed = sum(each.checkpointed for each in self.stages)
         words = [str(self.layout), f"{checkpointed} of {len(self.paths)} blocks recomputed"]
         words += [
-            f"{self.peak / GIB:.2f} GiB",
+            format_bytes(self.peak),
             f"{self.step_seconds:.4g} s",
             f"bubble {self.bubble:.1%}",
             f"MFU {self.mfu:.1%}",

@@ -93,6 +93,14 @@ class TrimmedModel:
                 kept[f"{paths[id(run.holder)]}.{next(names[id(run.holder)])}"] = block
         return TrimmedModel(made, kept, whole)
 
+    @staticmethod
+    def untrimmed(model: nn.Module) -> TrimmedModel:
+        """Return a copy with all blocks, for a model that does not run without some."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        runs = [tuple(f"{paths[id(run.holder)]}.{name}" for name in run.names) for run in block_runs(model)]
+        kept = {path: KeptBlock(number, (path,)) for number, run in enumerate(runs) for path in run}
+        return TrimmedModel(copy.deepcopy(model), kept, runs)
+
     @property
     def blocks(self) -> list[str]:
         """Paths of the blocks of the model."""

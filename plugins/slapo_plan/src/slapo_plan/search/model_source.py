@@ -184,7 +184,12 @@ class ModelSource:
     def _measure(self, how: Measurement) -> Pair:
         trimmed = self._few_blocks if how.stages else self._trimmed
         with held_messages() as held:
-            one, two = measure_model(trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
+            try:
+                one, two = self._measure_copy(trimmed, how)
+            except SlapoError:
+                if len(trimmed.kept) == len(trimmed.blocks):
+                    raise
+                one, two = self._measure_copy(TrimmedModel.untrimmed(self.model), how)
         self.notes += [f"tp={how.tp}: {message}" for message in held]
         if how.stages:
             whole = self._measured(replace(how, stages=False, splits=False))
@@ -196,6 +201,9 @@ class ModelSource:
             if not isinstance(full, str):
                 return _with_policy(one, full[0]), _with_policy(two, full[1])
         return one, two
+
+    def _measure_copy(self, trimmed: TrimmedModel, how: Measurement) -> Pair:
+        return measure_model(trimmed, lambda rows: with_rows(self.batch, rows), how, self.target, self.options)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the estimate of a candidate's real schedule."""
