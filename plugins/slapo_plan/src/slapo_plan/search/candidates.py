@@ -14,11 +14,12 @@ from slapo_training import MessageMode
 from ..estimation.result import Estimate
 from ..records import CollectiveRecord
 from ..simulation import run_pipeline
+from .engine_facts import EngineFacts
 from .layouts import Layout, Rejection
 from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
 from .part_seconds import PartSeconds
-from .stage_costs import EngineFacts, StageCost, stage_costs
+from .stage_costs import StageCost, stage_costs
 
 GIB = 2**30
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, SlapoError, create_schedule, get_logger
-from slapo_training import PipelineAction, StepModel
+from slapo_core import SlapoError, create_schedule, get_logger
+from slapo_training import StepModel
 
 from ..estimation.estimate import estimate, step_model
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replayed
+from .engine_facts import EngineChoices
 from .layouts import Layout, LayoutSpace, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
-from .stage_costs import EngineFacts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
@@ -55,13 +55,11 @@ class ModelSource:
         self.model, self.batch, self.target, self.hardware = model, batch, target, hardware
         self.options = {"optimizer": torch.optim.AdamW, **options}
         self.notes: list[str] = []
-        self._shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str, Mapping))}
-        self._engine = _step_model(target)
+        self._engine = EngineChoices(_step_model(target), self.options)
         self._seconds = PartSeconds(hardware)
         self._splits = False
         self._pairs: dict[Measurement, Pair | str] = {}
         self._records: dict[tuple[Any, ...], ModelRecord | str] = {}
-        self._facts: dict[tuple[Any, ...], EngineFacts | str] = {}
 
     @cached_property
     def _trimmed(self) -> TrimmedModel:
@@ -75,7 +73,7 @@ class ModelSource:
         self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]
     ) -> tuple[list[Candidate], list[Rejection]]:
         """Return the layouts that fit, fastest first, and those that do not."""
-        pipelines, replicas = self._engine.pipeline_choices(), self._engine.replica_choices()
+        pipelines, replicas = self._engine.pipelines, self._engine.replicas
         devices, blocks = self.hardware.devices_per_node, len(self._trimmed.blocks)
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
         wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
@@ -99,14 +97,14 @@ class ModelSource:
         return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
 
     def _cost(self, layout: Layout, *, cuts: bool = False) -> Candidate | Rejection:
-        facts = self._engine_facts(layout)
+        facts = self._engine.facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
         record = self._record(layout, cuts=cuts)
         if isinstance(record, str):
             return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
-        return candidate_of(record, layout, facts, self._seconds, self._build_options(layout), dtype)
+        return candidate_of(record, layout, facts, self._seconds, self._engine.build_options(layout), dtype)
 
     def _refined(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate of a pipeline by the stages of the cut model, with the time of its order of actions."""
@@ -114,49 +112,12 @@ class ModelSource:
         if layout.pp == 1:
             return candidate
         found = self._cost(layout, cuts=True)
-        facts, record = self._engine_facts(layout), self._record(layout, cuts=True)
+        facts, record = self._engine.facts(layout), self._record(layout, cuts=True)
         if not isinstance(found, Candidate) or isinstance(facts, str) or isinstance(record, str):
             return found
         microbatches = max(action.microbatch for action in facts.order[0]) + 1
-        mode = self._engine.message_mode(found.build_options, len(found.stages), layout.pp, microbatches)
+        mode = self._engine.message_mode(layout, len(found.stages), microbatches)
         return replayed(found, record, facts, mode, self._seconds)
-
-    def _build_options(self, layout: Layout) -> dict[str, Any]:
-        found = {"microbatches": layout.microbatches, **self._shown}
-        if layout.dp > 1:
-            found = _joined(found, self._engine.replica_choices()[layout.data_parallel].options)
-        if layout.pp > 1:
-            found = _joined(found, self._engine.pipeline_choices()[layout.pipeline_schedule].options)
-        return found
-
-    def _engine_facts(self, layout: Layout) -> EngineFacts | str:
-        stages = layout.pp * (self._engine.pipeline_choices()[layout.pipeline_schedule].stages_per_rank if layout.pp > 1 else 1)
-        few = min(layout.microbatches, 2 * stages)  # every rank has reached its peak, unless the schedule keeps all of them
-        facts = self._known_facts(layout, stages, few)
-        if isinstance(facts, str) or stages == 1 or facts.most_kept < few:
-            return facts
-        return self._known_facts(layout, stages, layout.microbatches)
-
-    def _known_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
-        key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule, microbatches
-        if key not in self._facts:
-            self._facts[key] = self._read_facts(layout, stages, microbatches)
-        return self._facts[key]
-
-    def _read_facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
-        options = {**self.options, **self._build_options(layout), "microbatches": microbatches}
-        try:
-            order: Mapping[int, list[PipelineAction]] = self._engine.action_order(options, stages, layout.pp, microbatches)
-        except BuildError as err:
-            return str(err)
-        choice = self._engine.replica_choices()[layout.data_parallel]
-        divided = frozenset(choice.divided) if layout.dp > 1 else frozenset[str]()
-        return EngineFacts(
-            self._engine.memory_rules(options, stages, layout.pp, layout.dp),
-            divided,
-            order,
-            self._engine.overlaps_reduction(options, stages, layout.pp),
-        )
 
     def _record(self, layout: Layout, *, cuts: bool) -> ModelRecord | str:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured.
@@ -262,15 +223,6 @@ def _with_policy(record: ModelRecord, full: ModelRecord) -> ModelRecord:
 
 def _step_model(target: str) -> type[StepModel]:
     return step_model(create_schedule(nn.Identity()), target)
-
-
-def _joined(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings as one; nested ones are joined, too."""
-    found = dict(left)
-    for name, value in right.items():
-        before = found.get(name)
-        found[name] = _joined(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
-    return found
 
 
 @contextmanager

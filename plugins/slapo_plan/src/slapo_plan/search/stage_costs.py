@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from slapo_training import MemoryRules, PipelineAction
-
 from ..records import CollectiveRecord
+from .engine_facts import EngineFacts
 from .layouts import Layout
 from .model_record import ModelRecord, Part, StageEnds
-from .occupancy import State, largest_states
 from .part_seconds import PartSeconds
 from .stage_memory import Replicas, Run, StageSizes, peak_bytes
 
@@ -47,38 +44,6 @@ class StageCost:
     def checkpointed(self) -> int:
         """Number of its blocks that are recomputed in part or whole."""
         return sum(each != "none" for each in self.policies)
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What the engine of a layout tells of its step.
-
-    Args:
-        rules: Memory of the engine beside the model.
-        divided: Kinds of memory that replicas divide among them.
-        order: Actions of each rank for a number of micro-batches that shows each rank's peak.
-        overlaps: True if gradients are reduced during the last backward.
-    """
-
-    rules: MemoryRules
-    divided: frozenset[str]
-    order: Mapping[int, Sequence[PipelineAction]]
-    overlaps: bool
-
-    @cached_property
-    def states(self) -> dict[int, list[State]]:
-        """Largest states of each rank."""
-        return {rank: largest_states(row) for rank, row in self.order.items()}
-
-    @cached_property
-    def most_kept(self) -> int:
-        """Most micro-batches whose activations one stage keeps."""
-        return max((max(each.kept) + (each.kind == "F") for row in self.states.values() for each in row), default=0)
-
-    @cached_property
-    def stages(self) -> dict[int, list[int]]:
-        """Stages of each rank."""
-        return {rank: sorted({action.stage for action in row}) for rank, row in self.order.items()}
 
 
 def split_blocks(record: ModelRecord, stages: int, seconds: PartSeconds) -> list[int]:
