@@ -66,10 +66,10 @@ def test_three_patterns_are_kept_and_those_that_a_block_looks_ahead_to() -> None
     model = Net(*(32, 64) * 8)
     (run,) = block_runs(model, longest=2)
     assert run.kept == ("0", "1", "2", "3", "14", "15")
-    assert (run.num_dropped, run.measured) == (5, tuple(model.layers[2:4]))
+    assert (run.num_dropped, run.measured_blocks) == (5, tuple(model.layers[2:4]))
     (run,) = block_runs(model, ahead=1, longest=2)
     assert run.kept == ("0", "1", "2", "3", "4", "5", "14", "15")
-    assert (run.num_dropped, run.measured) == (4, tuple(model.layers[4:6]))
+    assert (run.num_dropped, run.measured_blocks) == (4, tuple(model.layers[4:6]))
     assert [*pairwise(run.first)] == [(model.layers[0], model.layers[1])]
 
 

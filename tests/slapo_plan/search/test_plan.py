@@ -99,7 +99,7 @@ def test_less_memory_means_more_recomputation() -> None:
     counts = []
     for mebibytes in (100, 14, 11):
         found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(mebibytes), constraints=wanted, check=0)
-        counts.append(sum(each.checkpointed for each in found.best.stages))
+        counts.append(sum(each.num_checkpointed for each in found.best.stages))
     assert counts[0] == 0 < counts[1] < counts[2]
 
 

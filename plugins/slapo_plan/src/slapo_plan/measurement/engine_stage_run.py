@@ -71,7 +71,7 @@ class _EngineRun:
         paths = {id(module): path for path, module in self.stage.module.named_modules()}
         self.repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
         for run in runs:
-            for block, measured in zip(run.dropped_blocks, cycle(run.measured)):
+            for block, measured in zip(run.dropped_blocks, cycle(run.measured_blocks)):
                 self.dropped += zip(block.parameters(), measured.parameters(), strict=True)
         self.marks = SegmentMarks(self.recorder, {paths[id(block)]: block for run in runs for block in run.kept_blocks})
 

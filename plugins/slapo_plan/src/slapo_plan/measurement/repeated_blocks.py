@@ -48,7 +48,7 @@ class BlockRun:
         return self.blocks[: self.length]
 
     @property
-    def measured(self) -> tuple[nn.Module, ...]:
+    def measured_blocks(self) -> tuple[nn.Module, ...]:
         """The pattern that stands for those left out: behind the first one and those that it looks ahead to."""
         end = min(self.length * _num_first(self.ahead, self.length), len(self.blocks))
         return self.blocks[end - self.length : end]
@@ -68,7 +68,7 @@ class BlockRun:
 
     def repeated_blocks(self, paths: Mapping[int, str]) -> RepeatedBlocks:
         """Return how often the measured pattern runs, by the path of each module (by id)."""
-        measured, first = (tuple(paths[id(block)] for block in blocks) for blocks in (self.measured, self.first))
+        measured, first = (tuple(paths[id(block)] for block in blocks) for blocks in (self.measured_blocks, self.first))
         return RepeatedBlocks(measured, first, self.num_dropped)
 
     @property

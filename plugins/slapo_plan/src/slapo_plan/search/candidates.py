@@ -50,7 +50,7 @@ class Candidate:
     build_options: Mapping[str, Any]
     is_estimated: bool = False
 
-    def estimated(self, exact: Estimate) -> Candidate:
+    def with_estimate(self, exact: Estimate) -> Candidate:
         """Return the candidate with the memory and the seconds of the estimate of its schedule."""
         peaks = {each.rank: each.memory.peak for each in exact.ranks}
         stages = tuple(replace(each, peak=peaks[each.rank]) for each in self.stages)
@@ -58,7 +58,7 @@ class Candidate:
         seconds, bubble = exact.time.seconds, exact.time.bubble
         return replace(self, stages=stages, step_seconds=seconds, bubble=bubble, mfu=exact.mfu or 0.0, is_estimated=True)
 
-    def scaled(self, ratio: float) -> Candidate:
+    def with_seconds_times(self, ratio: float) -> Candidate:
         """Return the candidate with its seconds times a ratio."""
         return replace(self, step_seconds=self.step_seconds * ratio, mfu=self.mfu / ratio)
 
@@ -70,7 +70,7 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """The layout and the number of recomputed blocks, as plain data."""
-        return {**self.layout._asdict(), "checkpointed": sum(each.checkpointed for each in self.stages)}
+        return {**self.layout._asdict(), "checkpointed": sum(each.num_checkpointed for each in self.stages)}
 
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Return the steps of the schedule: path, primitive and arguments."""
@@ -136,7 +136,7 @@ class Candidate:
             raise SlapoError(f"plan: the schedule {str(path)!r} cannot be written: {err.strerror}") from err
 
     def __str__(self) -> str:
-        checkpointed = sum(each.checkpointed for each in self.stages)
+        checkpointed = sum(each.num_checkpointed for each in self.stages)
         words = [str(self.layout), f"{checkpointed} of {len(self.paths)} blocks recomputed"]
         words += [
             format_bytes(self.peak),
@@ -209,9 +209,7 @@ def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float
     return sum(seconds.collective(CollectiveRecord("send", size, ends)) for size in sizes)
 
 
-def replayed(
-    candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: MessageMode, seconds: PartSeconds
-) -> Candidate:
+def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: MessageMode, seconds: PartSeconds) -> Candidate:
     """Return a candidate with the step time of its order of actions; steady micro-batches beyond those of the order are added.
 
     Args:

@@ -1,4 +1,4 @@
-"""What an engine tells of the step of a layout, and the options of ``build`` that choose the layout."""
+"""Facts that an engine tells of the step of a layout, and the options of ``build`` that choose the layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .occupancy import State, largest_states
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine of a layout tells of its step.
+    """Facts of a layout's engine about its step.
 
     Args:
         rules: Memory of the engine beside the model.
@@ -64,9 +64,9 @@ class EngineChoices:
         """Return the options of ``build`` of a layout, all but those that are functions, such as the optimizer."""
         found = {"microbatches": layout.microbatches, **self._shown}
         if layout.dp > 1:
-            found = _joined(found, self.replicas[layout.data_parallel].options)
+            found = _join_options(found, self.replicas[layout.data_parallel].options)
         if layout.pp > 1:
-            found = _joined(found, self.pipelines[layout.pipeline_schedule].options)
+            found = _join_options(found, self.pipelines[layout.pipeline_schedule].options)
         return found
 
     def facts(self, layout: Layout) -> EngineFacts | str:
@@ -103,10 +103,10 @@ class EngineChoices:
         )
 
 
-def _joined(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+def _join_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """Return both mappings as one; nested ones are joined, too."""
     found = dict(left)
     for name, value in right.items():
         before = found.get(name)
-        found[name] = _joined(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
+        found[name] = _join_options(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
     return found

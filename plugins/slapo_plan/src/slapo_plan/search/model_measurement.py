@@ -94,7 +94,7 @@ class TrimmedModel:
         return TrimmedModel(made, kept, whole)
 
     @staticmethod
-    def untrimmed(model: nn.Module) -> TrimmedModel:
+    def with_all_blocks(model: nn.Module) -> TrimmedModel:
         """Return a copy with all blocks, for a model that does not run without some."""
         paths = {id(module): path for path, module in model.named_modules()}
         runs = [tuple(f"{paths[id(run.holder)]}.{name}" for name in run.names) for run in block_runs(model)]
@@ -152,7 +152,9 @@ def measure_model(
             for rows in (1, 2):
                 part = runner.split(with_rows(rows * stages))[0]
                 planned = runner.plan(program, part)
-                found.append(_Recording(trimmed, planned, runner, part, factory if rows == 1 else None, how.splits).record())
+                found.append(
+                    _StageMeasurements(trimmed, planned, runner, part, factory if rows == 1 else None, how.splits).record()
+                )
     return found[0], found[1]
 
 
@@ -167,7 +169,7 @@ def _take_steps(sch: Schedule, blocks: Mapping[str, KeptBlock], how: Measurement
         sch[path].cut_pipeline_stage()
 
 
-class _Recording:
+class _StageMeasurements:
     """Runs the stages of one program."""
 
     def __init__(
@@ -199,7 +201,7 @@ class _Recording:
             if {run for run, _ in plain.values()} <= found.keys():
                 measured[policy] = tuple(found[run] for run, _ in plain.values())
         middle = ends[1] if len(ends) == 3 else StageEnds(ends[-1].entry, ends[0].exit, *_messages(ends))
-        tied = self._tied()
+        tied = self._bytes_of_ties()
         batch = storage_bytes(each for each in self.part.values() if isinstance(each, torch.Tensor))
         return ModelRecord(ends[0], middle, ends[-1], measured, paths, tied, batch, self.output)
 
@@ -223,7 +225,7 @@ class _Recording:
         keeps_copies = halves and self.optimizer is not None and bool(self.runner.memories(self.optimizer))
         return StageSplitter(found, sizes, *_outside(stage.module, [*blocks.values()]), keeps_copies)
 
-    def _tied(self) -> int:
+    def _bytes_of_ties(self) -> int:
         last = len(self.program.stages) - 1
         if not last:
             return _tied_bytes(self.program.module, self.trimmed.kept)

@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class StageEnds:
-    """What stages of one kind have beside their blocks.
+    """Parts and messages that stages of one kind have beside their blocks.
 
     Args:
         entry: What runs before the first block; it has all parameters of the stage that are in no block.

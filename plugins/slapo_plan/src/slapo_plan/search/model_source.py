@@ -21,7 +21,7 @@ from ..estimation.estimate import estimate, step_model
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
-from .candidates import Candidate, candidate_of, replayed
+from .candidates import Candidate, candidate_of, replay
 from .engine_facts import EngineChoices
 from .layouts import Layout, LayoutSpace, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
@@ -30,7 +30,7 @@ from .part_seconds import PartSeconds
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
-"""Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replayed."""
+"""Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replay."""
 
 _MORE = 3
 """Number of further candidates that may be estimated."""
@@ -62,7 +62,7 @@ class ModelSource:
         self._records: dict[tuple[Any, ...], ModelRecord | str] = {}
 
     @cached_property
-    def _trimmed(self) -> TrimmedModel:
+    def _trimmed_model(self) -> TrimmedModel:
         return TrimmedModel.of(self.model, [*CHECKPOINTS])
 
     @cached_property
@@ -74,7 +74,7 @@ class ModelSource:
     ) -> tuple[list[Candidate], list[Rejection]]:
         """Return the layouts that fit, fastest first, and those that do not."""
         pipelines, replicas = self._engine.pipelines, self._engine.replicas
-        devices, blocks = self.hardware.devices_per_node, len(self._trimmed.blocks)
+        devices, blocks = self.hardware.devices_per_node, len(self._trimmed_model.blocks)
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
         wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
         self._splits = any(pipelines[name].splits_backward for name in wanted)
@@ -89,7 +89,7 @@ class ModelSource:
         candidates.sort(key=lambda each: each.step_seconds)
         best: list[Candidate] = []
         while candidates and len(best) < _REFINED:
-            refined = self._refined(candidates.pop(0))
+            refined = self._refine(candidates.pop(0))
             if isinstance(refined, Candidate):
                 best.append(refined)
             else:
@@ -106,7 +106,7 @@ class ModelSource:
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         return candidate_of(record, layout, facts, self._seconds, self._engine.build_options(layout), dtype)
 
-    def _refined(self, candidate: Candidate) -> Candidate | Rejection:
+    def _refine(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate of a pipeline by the stages of the cut model, with the time of its order of actions."""
         layout = candidate.layout
         if layout.pp == 1:
@@ -117,7 +117,7 @@ class ModelSource:
             return found
         microbatches = max(action.microbatch for action in facts.order[0]) + 1
         mode = self._engine.message_mode(layout, len(found.stages), microbatches)
-        return replayed(found, record, facts, mode, self._seconds)
+        return replay(found, record, facts, mode, self._seconds)
 
     def _record(self, layout: Layout, *, cuts: bool) -> ModelRecord | str:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured.
@@ -127,12 +127,12 @@ class ModelSource:
         staged, cuts = layout.pp > 1, cuts and layout.pp > 1
         key = layout.tp, layout.sequence_parallel, staged, cuts, layout.rows
         if key not in self._records:
-            pair = self._measured(Measurement(layout.tp, layout.sequence_parallel, cuts, cuts and self._splits))
+            pair = self._measure_once(Measurement(layout.tp, layout.sequence_parallel, cuts, cuts and self._splits))
             record = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
             self._records[key] = record if isinstance(record, str) or not staged or cuts else as_pipeline(record)
         return self._records[key]
 
-    def _measured(self, how: Measurement) -> Pair | str:
+    def _measure_once(self, how: Measurement) -> Pair | str:
         if how not in self._pairs:
             try:
                 self._pairs[how] = self._measure(how)
@@ -143,22 +143,22 @@ class ModelSource:
         return self._pairs[how]
 
     def _measure(self, how: Measurement) -> Pair:
-        trimmed = self._few_blocks if how.stages else self._trimmed
+        trimmed = self._few_blocks if how.stages else self._trimmed_model
         with held_messages() as held:
             try:
                 one, two = self._measure_copy(trimmed, how)
             except SlapoError:
                 if len(trimmed.kept) == len(trimmed.blocks):
                     raise
-                one, two = self._measure_copy(TrimmedModel.untrimmed(self.model), how)
+                one, two = self._measure_copy(TrimmedModel.with_all_blocks(self.model), how)
         self.notes += [f"tp={how.tp}: {message}" for message in held]
         if how.stages:
-            whole = self._measured(replace(how, stages=False, splits=False))
+            whole = self._measure_once(replace(how, stages=False, splits=False))
             if isinstance(whole, str):
                 raise SlapoError(whole)
             return with_policies_of(one, whole[0]), with_policies_of(two, whole[1])
         if not how.policy and "full" not in one.blocks:  # too few blocks for one of each kind
-            full = self._measured(replace(how, policy="full"))
+            full = self._measure_once(replace(how, policy="full"))
             if not isinstance(full, str):
                 return _with_policy(one, full[0]), _with_policy(two, full[1])
         return one, two
@@ -177,7 +177,7 @@ class ModelSource:
             options = {**self.options, **candidate.build_options}
             return estimate(sch, batch, self.target, hardware=self.hardware, **options)
 
-    def checked(self, candidates: list[Candidate], number: int) -> tuple[list[Candidate], list[Rejection]]:
+    def check_best(self, candidates: list[Candidate], number: int) -> tuple[list[Candidate], list[Rejection]]:
         """Estimate the real schedules of the fastest candidates.
 
         The seconds of the others are scaled by what the estimates of these were longer. While one of them is then the fastest,
@@ -199,10 +199,10 @@ class ModelSource:
             if isinstance(exact, str):
                 rejected.append(Rejection(each.layout._asdict(), exact))
                 continue
-            found.append(each.estimated(exact))
+            found.append(each.with_estimate(exact))
             ratios.append(found[-1].step_seconds / each.step_seconds)
         found.sort(key=lambda each: each.step_seconds)
-        return [*found, *(each.scaled(median(ratios)) if ratios else each for each in rest)], rejected
+        return [*found, *(each.with_seconds_times(median(ratios)) if ratios else each for each in rest)], rejected
 
     def _exact(self, candidate: Candidate) -> Estimate | str:
         try:

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds while each of its actions runs: the states that can be its peak."""
+"""Contents of a pipeline rank while each of its actions runs: the states that can be its peak."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def plan(
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     source = ModelSource(model, batch, target, options, cluster.for_job(ranks))
     candidates, rejected = source.search(ranks, global_batch, check_constraints(constraints or {}))
-    candidates, others = source.checked(candidates, check)
+    candidates, others = source.check_best(candidates, check)
     return Plan(candidates, [*others, *rejected], source.hardware, [*dict.fromkeys(source.notes)], _source=source)
 
 

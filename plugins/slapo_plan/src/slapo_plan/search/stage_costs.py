@@ -41,7 +41,7 @@ class StageCost:
         return len(self.policies)
 
     @property
-    def checkpointed(self) -> int:
+    def num_checkpointed(self) -> int:
         """Number of its blocks that are recomputed in part or whole."""
         return sum(each != "none" for each in self.policies)
 

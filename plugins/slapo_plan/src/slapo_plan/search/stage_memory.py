@@ -33,7 +33,7 @@ class Replicas(NamedTuple):
         """Return the bytes of a kind on one replica."""
         return -(-nbytes // self.number) if kind in self.divided else nbytes
 
-    def gathered(self, part: Part) -> Part:
+    def gather_block(self, part: Part) -> Part:
         """Return the passes of a block that is gathered as it runs: the next block's parameters are gathered meanwhile.
 
         Whole gradients exist until they are reduced, behind the backward of each micro-batch.
@@ -78,7 +78,7 @@ class StageSizes:
         divides = "parameters" in replicas.divided
         runs = parts
         if divides and replicas.gathers_blocks:
-            known = {id(part): replicas.gathered(part) for part, _ in blocks}
+            known = {id(part): replicas.gather_block(part) for part, _ in blocks}
             runs = [(known.get(id(part), part), times) for part, times in parts]
         passes = {name: _join(name, runs if name == "forward" else [*reversed(runs)]) for name in PASSES}
         peak, change = passes["forward"]
