@@ -49,7 +49,8 @@ CAUSAL = ("llama", "gpt2", "gemma2", "gpt_neox", "gpt_oss", "mixtral", "phi3", "
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in CAUSAL])
 def test_kernels_and_a_loss_of_sharded_logits(name: str) -> None:
     for report in run_as_threads(lambda: verified(name, {"tp": 2}, kernels=True, parallel_loss=True), 2):
-        assert report.ok, report
+        missing = "output: the structure differs; missing [\"['logits']\"], not expected []"  # no rank has whole logits
+        assert [each.message for each in report.differences] == [missing], report
         assert report.compared["gradients"]
 
 
