@@ -44,7 +44,7 @@ def main() -> None:
     chosen = min(every)[1]
     print(
         f"\nThe configuration that is predicted to be the fastest takes {chosen / fastest - 1:.1%} longer than the fastest. "
-        "Correlation is\nSpearman's. Each measured time is the fastest of ten steps."
+        "Correlation is\nSpearman's. Each measured time is the fastest of six steps."
     )
 
 

@@ -1,7 +1,7 @@
 """The tuner on a space that was measured exhaustively once: how many trials until it is within 3 % of the best?
 
 ``python -m benchmarks.tuning measure`` runs every configuration of the space on two gloo ranks and writes
-``benchmarks/data/tuning.json``, then calibrates the machine; it takes 25 minutes on two cores without other work. Without an
+``benchmarks/data/tuning.json``, then calibrates the machine; it takes 15 minutes on two cores without other work. Without an
 argument the stored times are replayed: the tuner with and without predictions of the planner, Optuna's TPE as it comes, and
 random search, each from many seeds.
 """
@@ -42,7 +42,7 @@ DATA = Path(__file__).parent / "data" / "tuning.json"
 MACHINE = DATA.with_suffix(".toml")
 """Calibration of the machine that measured."""
 LAYERS, HIDDEN, HEADS, VOCABULARY, ROWS, LENGTH = 6, 128, 4, 512, 16, 64
-WARMUP, STEPS = 2, 10
+WARMUP, STEPS = 2, 6
 SEEDS = 20
 TOLERANCE = 0.03
 

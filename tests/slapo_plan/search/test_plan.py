@@ -101,8 +101,7 @@ def test_less_memory_means_more_recomputation() -> None:
     wanted = {"tp": 1, "pp": 1, "rows": 4, "data_parallel": "ddp"}
     counts = []
     for mebibytes in (100, 14, 11):
-        wanted = {"tp": 2, "pp": 2, "pipeline_schedule": "1f1b"}
-    found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(mebibytes), constraints=wanted, check=0)
+        found = plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware=small_devices(mebibytes), constraints=wanted, check=0)
         counts.append(sum(each.num_checkpointed for each in found.best.stages))
     assert counts[0] == 0 < counts[1] < counts[2]
 
@@ -145,13 +144,14 @@ def test_a_batch_that_replicas_do_not_divide_names_the_nearest() -> None:
 
 
 def test_a_saved_schedule_takes_the_same_steps(tmp_path) -> None:
+    wanted = {"tp": 2, "pp": 2, "pipeline_schedule": "1f1b"}
     found = plan(
         gpt2(),
         BATCH,
         ranks=4,
         global_batch=16,
         hardware=small_devices(18),
-        constraints={"tp": 2, "pp": 2, "pipeline_schedule": "1f1b"},
+        constraints=wanted,
         check=0,
     )
     found.best.save(tmp_path / "schedule.py")
