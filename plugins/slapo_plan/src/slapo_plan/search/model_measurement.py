@@ -33,7 +33,7 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {"matmuls": {"policy": "matmuls"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a model is measured.
+    """One schedule under which a model is measured.
 
     Args:
         tp: Number of tensor-parallel ranks.

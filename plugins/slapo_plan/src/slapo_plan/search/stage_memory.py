@@ -17,7 +17,7 @@ Run = tuple[Part, int]
 
 
 class Replicas(NamedTuple):
-    """How the replicas of a layout share memory.
+    """Memory that the replicas of a layout divide among them.
 
     Args:
         number: Number of replicas.
@@ -125,7 +125,7 @@ def peak_bytes(
         stages: Its stages, in order.
         states: Its largest states, with stages numbered as in ``stages``.
         rules: Memory of the engine beside the model.
-        replicas: How replicas share memory.
+        replicas: Memory that replicas divide among them.
         microbatches: Number of micro-batches.
         batch: Bytes of a micro-batch.
         tied: Bytes of parameters that two of its stages hold.
