@@ -46,11 +46,13 @@ def step_time(
         waits = [each for each in others[rank] if each.kind != "send"]
         reductions[own[0]] = ends + sum(collective_seconds(each, busy) for each in waits if each.overlapped)
         single = sum(collective_seconds(each, busy) for each in waits if not each.overlapped)
-        around = sum(_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
+        around = sum(pass_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
         fixed = max(fixed, single + around)
     costs = StepCosts(
         actions={
-            key: _seconds(part, busy) for index, each in enumerate(records) for key, part in _passes(index, each, microbatches)
+            key: pass_seconds(part, busy)
+            for index, each in enumerate(records)
+            for key, part in _passes(index, each, microbatches)
         },
         messages=_messages(program, records, busy),
         message_mode=model.message_mode(options, stages, ranks, microbatches),
@@ -63,7 +65,7 @@ def step_time(
         },
         optimizer={
             rank: sum(
-                _seconds(each.step or each.optimizer, busy)
+                pass_seconds(each.step or each.optimizer, busy)
                 for index, each in enumerate(records)
                 if program.rank_of(index) == rank
             )
@@ -86,11 +88,12 @@ def _end_of_step(record: StageRecord, hardware: Hardware) -> float:
     """Return the seconds by which the last backward of a step takes longer, e.g. to reduce all gradients."""
     if len(record.microbatches) < 2:
         return 0.0
-    before, last = (_seconds(record.microbatches[place][1], hardware) for place in (-2, -1))
+    before, last = (pass_seconds(record.microbatches[place][1], hardware) for place in (-2, -1))
     return max(0.0, last - before)
 
 
-def _seconds(part: PassRecord, hardware: Hardware) -> float:
+def pass_seconds(part: PassRecord, hardware: Hardware) -> float:
+    """Return the seconds of a pass, with those of its collectives that its operators do not hide."""
     found = work_seconds(part.work, hardware)
     hidden = found.compute if hardware.overlaps else 0.0
     return found.compute + found.communication + max(0.0, found.overlapped - hidden)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..hardware import Hardware, collective_seconds, work_seconds
+from ..estimation.step_time import pass_seconds
+from ..hardware import Hardware, collective_seconds
 from ..recording.segments import PassRecord
 from ..records import CollectiveRecord
 from .model_record import ModelRecord, flops_of
@@ -26,10 +27,7 @@ class PartSeconds:
     def __call__(self, record: PassRecord) -> float:
         """Return the seconds of a pass, its collectives included."""
         if id(record) not in self._known:
-            found = work_seconds(record.work, self.hardware)
-            hidden = found.compute if self.hardware.overlaps else 0.0
-            seconds = found.compute + found.communication + max(0.0, found.overlapped - hidden)
-            self._known[id(record)] = record, seconds
+            self._known[id(record)] = record, pass_seconds(record, self.hardware)
         return self._known[id(record)][1]
 
     def collective(self, record: CollectiveRecord) -> float:
