@@ -28,12 +28,14 @@ def test_each_element_wise_call_is_one_operator() -> None:
 
 def test_a_launch_takes_microseconds() -> None:
     timer = OperatorTimer(torch.device("cpu"), lambda: None, lambda seconds: seconds, ranks=1, cores=2)
-    assert 1e-6 < timer.launch_seconds() < 1e-2
+    launch, hook = timer.launch_seconds()
+    assert 1e-6 < launch < 1e-2
+    assert launch < hook < 1e-2  # hooks are Python
 
 
 def test_a_thread_that_shares_its_core_takes_longer() -> None:
     one, four = (OperatorTimer(torch.device("cpu"), lambda: None, lambda seconds: seconds, ranks, 1) for ranks in (1, 4))
-    assert 2 < four.launch_seconds() / one.launch_seconds() < 8
+    assert 2 < four.launch_seconds()[0] / one.launch_seconds()[0] < 8
 
 
 @pytest.mark.slow
@@ -46,6 +48,7 @@ def test_two_ranks_are_calibrated(tmp_path: Path) -> None:
     assert both.ranks == 2
     assert {key.split()[0] for key in both.collectives} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
     assert both.matmul["float32"].at(1e8) > 1e9
+    assert 0 < both.unit_seconds < 1e-1
 
 
 def test_ranks_that_make_no_sense_are_refused() -> None:

@@ -21,6 +21,7 @@ class OperatorRecord(NamedTuple):
         nbytes: Bytes read and written.
         shape: Sizes that decide its speed: ``(batch, m, n, k)`` for ``"matmul"``,
             ``(batch, heads, queries, keys, width)`` for ``"attention"``; otherwise empty.
+        hooked: True if hooks see the tensors that it saves, as under a checkpoint.
     """
 
     name: str
@@ -29,6 +30,7 @@ class OperatorRecord(NamedTuple):
     flops: int
     nbytes: int
     shape: tuple[int, ...] = ()
+    hooked: bool = False
 
 
 Work = OperatorRecord | CollectiveRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core import Program, shard_spec
 from slapo_training import CollectiveRecord, GradientSize, StepFacts, StepGroups, boundary_bytes
 
-from .fsdp.wrap_policy import assign_parameters, can_shard, unit_paths
+from .fsdp.wrap_policy import can_shard
 from .gradients.reduction import BUCKET_BYTES
 from .options import Options
 from .pipelining.schedules import kind_of
@@ -24,7 +24,7 @@ _FACTS_OF_BATCH, _FACTS_OF_LOSS = 10, 12
 
 
 class StepCollectives:
-    """Collectives of one rank along ``pp`` in a step that is not the first.
+    """Collectives of one rank along ``pp`` in a step that is not the first; those of FSDP units run with the stages.
 
     Args:
         program: The program.
@@ -52,9 +52,7 @@ class StepCollectives:
         yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
         for action in self._facts.actions:
             yield from self._groups.messages(action, received, sent_back)
-        if self._is_sharded:
-            yield from self._units()
-        elif self._replicas > 1 and not self._averages_afterwards and self._trained:
+        if self._replicas > 1 and not self._is_sharded and not self._averages_afterwards and self._trained:
             for size in ddp_buckets(self._facts.arrivals):
                 yield self._groups.all_reduce("dp", size, overlapped=True)
         yield from self._groups.on_all_ranks(8 * _FACTS_OF_LOSS)
@@ -78,28 +76,6 @@ class StepCollectives:
 
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
-
-    def _units(self) -> Iterator[CollectiveRecord]:
-        """Yield gathers and reductions of FSDP; a unit that runs is gathered for its forward and for its backward."""
-        microbatches = sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
-        patterns, module = self._options.fsdp_units, self._program.module
-        assigned = assign_parameters(module, unit_paths(module, patterns), {id(each) for each in self._parameters})
-        for path, parameters in assigned.items():
-            runs = bool(path) and not self._facts.gathers_all and len(self._program.stages) == 1
-            by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-            for each in filter(can_shard, parameters):
-                by_type.setdefault(each.dtype, []).append(each)
-            for some in by_type.values():
-                whole, trained = self._padded_bytes(some), self._padded_bytes(each for each in some if each.requires_grad)
-                times = microbatches if runs else 1
-                for _ in range(2 * times if runs else 1):
-                    yield CollectiveRecord("all_gather", whole, self._groups.ranks("dp"), runs)
-                for _ in range(times if trained else 0):
-                    yield CollectiveRecord("reduce_scatter", trained, self._groups.ranks("dp"))
-
-    def _padded_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        rows = ((each, -(-each.shape[0] // self._replicas) * self._replicas) for each in parameters)
-        return sum(count * each[0].numel() * each.element_size() for each, count in rows)
 
     def _averages(self, parameters: Sequence[nn.Parameter]) -> Iterator[CollectiveRecord]:
         """Yield the buckets of ``average_gradients``, which have one more number per parameter."""

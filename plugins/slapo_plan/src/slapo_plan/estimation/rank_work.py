@@ -21,8 +21,8 @@ def rank_collectives(
     records: Mapping[int, StageRecord], order: Sequence[PipelineAction], others: Sequence[CollectiveRecord]
 ) -> Counter[CollectiveRecord]:
     """Return the number of each collective of a rank: those of its stages and their optimizer, and ``others``."""
-    steps = (each.step.work for each in records.values() if each.step is not None)
-    found = Counter([*others, *(each for work in steps for each in work if isinstance(each, CollectiveRecord))])
+    once = [part for each in records.values() for part in (each.begin, each.end, each.step) if part is not None]
+    found = Counter([*others, *(each for part in once for each in part.work if isinstance(each, CollectiveRecord))])
     for work, count in _passes(records, order):
         for each, times in Counter(each for each in work if isinstance(each, CollectiveRecord)).items():
             found[each] += times * count

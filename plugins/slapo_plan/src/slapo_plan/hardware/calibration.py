@@ -79,6 +79,8 @@ def _measurements(found: Mapping[str, Any]) -> Measurements:
         in_place=Curve(found["in_place"]),
         operators=found["operators"],
         collectives={key: Curve(_without_disturbance(points), rises=True) for key, points in found["collectives"].items()},
+        hook_seconds=found["hook_seconds"],
+        unit_seconds=found["unit_seconds"],
     )
 
 

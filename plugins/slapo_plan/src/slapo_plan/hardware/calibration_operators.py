@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, product
 from math import prod
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ..recording import OperatorRecorder
+from ..records import OperatorRecord, Work
 from .element_wise_calls import element_wise_calls
 from .rate_curve import Curve
 
@@ -53,18 +55,23 @@ class OperatorTimer:
         tiny = self._random(1)
         self._tiny = self._seconds(lambda: torch.add(tiny, tiny))
 
-    def launch_seconds(self) -> float:
-        """Return the seconds of one operator of a tiny model, forward and backward."""
-        block = _Block().to(self._device)
+    def launch_seconds(self) -> tuple[float, float]:
+        """Return the seconds of one operator of a tiny model, forward and backward, and what a checkpoint adds to each."""
+        block = TinyBlock().to(self._device)
         given = self._random(1, 4, 16)
 
-        def step() -> None:
-            torch.autograd.backward(block(given).sum())
-
-        step()
-        with OperatorRecorder() as recorder:
+        def measure(forward: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, Sequence[Work]]:
+            step = lambda: torch.autograd.backward(forward(given).sum())  # noqa: E731
             step()
-        return self._seconds(step, 0.4) / len(recorder.records)
+            with OperatorRecorder() as recorder:
+                step()
+            return self._seconds(step, 0.4), recorder.records
+
+        seconds, records = measure(block)
+        launch = seconds / len(records)
+        seconds, records = measure(partial(checkpoint, block, use_reentrant=False))
+        hooked = sum(isinstance(each, OperatorRecord) and each.hooked for each in records)
+        return launch, max(0.0, seconds - launch * len(records)) / hooked
 
     def matmul(self) -> dict[str, list[tuple[float, float]]]:
         """Return FLOP/s by FLOPs of square products, by type."""
@@ -160,7 +167,7 @@ class OperatorTimer:
         return max(1e-8, (self._clock() - start) * self._share / repeats)
 
 
-class _Block(nn.Module):
+class TinyBlock(nn.Module):
     """A tiny transformer block, whose operators take as long as their launch."""
 
     def __init__(self) -> None:

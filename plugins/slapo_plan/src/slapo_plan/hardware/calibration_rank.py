@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from .calibration_collectives import collective_seconds_by_size
 from .calibration_operators import OperatorTimer
+from .calibration_units import unit_seconds
+from .rate_curve import Curve
 
 
 def main() -> None:
@@ -68,9 +70,13 @@ def _measure(count: int, groups: dict[int, Any], device: torch.device) -> dict[s
             found = collective_seconds_by_size(group, device, align)
             collectives.update({f"{kind} {size}": [[n, agree(seconds)] for n, seconds in row] for kind, row in found.items()})
     pointwise, in_place = timer.pointwise(), timer.in_place()
+    launch, hook = timer.launch_seconds()
+    unit = unit_seconds(everyone, device, align, {key: Curve(row, rises=True) for key, row in collectives.items()})
     return {
         "ranks": count,
-        "launch_seconds": timer.launch_seconds(),
+        "launch_seconds": launch,
+        "hook_seconds": hook,
+        "unit_seconds": agree(unit),
         "matmul": timer.matmul(),
         "attention": timer.attention(),
         "pointwise": pointwise,

@@ -58,7 +58,9 @@ class Measurements:
         pointwise: Bytes a second of an addition, by bytes.
         in_place: Bytes a second of an addition in place, by bytes.
         operators: Seconds of an operator in units of an addition of as many bytes, in place if its name ends in ``_``.
-        collectives: Seconds by bytes, by kind and number of ranks, e.g. ``"all_reduce 2"``.
+        collectives: Seconds by bytes, by kind and number of ranks, e.g. ``"all_reduce 2"``: the mean among ranks that compute.
+        hook_seconds: Seconds that an operator takes longer under a checkpoint, whose hooks see the tensors that it saves.
+        unit_seconds: Seconds of Python for each collective of an FSDP unit that is gathered as it runs.
     """
 
     ranks: int
@@ -69,3 +71,5 @@ class Measurements:
     in_place: Curve
     operators: Mapping[str, float]
     collectives: Mapping[str, Curve]
+    hook_seconds: float = 0.0
+    unit_seconds: float = 0.0

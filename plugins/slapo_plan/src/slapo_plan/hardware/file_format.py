@@ -20,6 +20,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 _TOPOLOGIES = ("all-to-all", "ring", "switched")
+_NUMBERS = ("ranks", "launch_seconds", "hook_seconds", "unit_seconds", "pointwise", "in_place")
 _Made = TypeVar("_Made")
 
 
@@ -55,7 +56,7 @@ def hardware_text(values: Mapping[str, Any]) -> str:
     lines += _section("link", asdict(hardware.link)) + _section("network", asdict(hardware.network))
     lines += _section("efficiency", asdict(hardware.efficiency))
     for each in hardware.measurements:
-        numbers = {name: getattr(each, name) for name in ("ranks", "launch_seconds", "pointwise", "in_place")}
+        numbers = {name: getattr(each, name) for name in _NUMBERS}
         lines += ["", "[[measured]]", *_section("", numbers)[2:]]
         for name in ("matmul", "attention", "operators", "collectives"):
             lines += _section(f"measured.{name}", getattr(each, name))
@@ -135,6 +136,8 @@ class _Table:
             in_place=self.curve("in_place"),
             operators=self.table("operators", {}).numbers(),
             collectives=self.table("collectives", {}).curves(rises=True),
+            hook_seconds=self.number("hook_seconds", 0.0, zero=True),
+            unit_seconds=self.number("unit_seconds", 0.0, zero=True),
         )
         self.close()
         return made

@@ -28,13 +28,19 @@ class WorkSeconds(NamedTuple):
 
 
 def work_seconds(work: Iterable[Work], hardware: Hardware) -> WorkSeconds:
-    """Return the seconds of operators and collectives in order; equal records are computed once."""
+    """Return the seconds of operators and collectives in order; equal records are computed once.
+
+    Overlapped collectives of a pass are those of units, which Python gathers, copies and frees: computation waits for that.
+    """
     compute = communication = overlapped = 0.0
+    measured = hardware.busy_measurements
+    unit_seconds = measured.unit_seconds if measured is not None else 0.0
     for record, count in Counter(work).items():
         if isinstance(record, OperatorRecord):
             compute += count * operator_seconds(record, hardware)
         elif record.overlapped:
             overlapped += count * collective_seconds(record, hardware)
+            compute += count * unit_seconds
         else:
             communication += count * collective_seconds(record, hardware)
     return WorkSeconds(compute, communication, overlapped)
@@ -50,12 +56,13 @@ def operator_seconds(record: OperatorRecord, hardware: Hardware) -> float:
     measured = hardware.busy_measurements
     if measured is None:
         return hardware.launch_seconds + max(_ideal_compute(record, hardware), _ideal_memory(record, hardware))
+    launch = measured.launch_seconds + (measured.hook_seconds if record.hooked else 0.0)
     if record.kind == "pointwise":
         slower = measured.operators.get(record.name, 1.0)
         curve = measured.in_place if record.name.endswith("_") else measured.pointwise
-        return measured.launch_seconds + slower * record.nbytes / curve.at(record.nbytes)
+        return launch + slower * record.nbytes / curve.at(record.nbytes)
     moving = record.nbytes / max(rate for _, rate in measured.in_place.points)
-    return measured.launch_seconds + max(record.flops / _measured_rate(record, hardware, measured), moving)
+    return launch + max(record.flops / _measured_rate(record, hardware, measured), moving)
 
 
 def _ideal_compute(record: OperatorRecord, hardware: Hardware) -> float:

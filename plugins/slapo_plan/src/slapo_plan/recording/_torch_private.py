@@ -15,6 +15,11 @@ READ = torch.ops.aten._local_scalar_dense.default
 """Operator of ``tensor.item()``."""
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Return whether a context of ``torch.autograd.graph.saved_tensors_hooks`` is entered."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return the identity of a storage while it lives."""
     return int(storage._cdata)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..records import OperatorRecord, Work
+from ._torch_private import saved_tensors_are_hooked
 from .collective_calls import collective_record
 from .operator_costs import operator_record
 
@@ -50,7 +51,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._known:
             self._known[key] = operator_record(func, args, kwargs, output)
         if (record := self._known[key]) is not None:
-            self.records.append(record)
+            self.records.append(record._replace(hooked=True) if saved_tensors_are_hooked() else record)
         return output
 
 

@@ -1,12 +1,13 @@
-"""FSDP units in one process, for estimates: they allocate and free what ``Unit`` does, and send nothing."""
+"""FSDP units in one process, for estimates: they allocate, copy and free what ``Unit`` does, and send into fake groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core import Program
@@ -43,11 +44,11 @@ class FakeUnit:
     Args:
         path: Path of the unit's module; empty for parameters of no unit.
         parameters: Fake tensors, as large as on one replica.
-        replicas: Number of replicas.
+        group: Fake process group of the replicas.
     """
 
-    def __init__(self, path: str, parameters: Sequence[nn.Parameter], replicas: int) -> None:
-        self.path, self._replicas = path, replicas
+    def __init__(self, path: str, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.path, self._group, self._replicas = path, group, group.size()
         self.members = [self._member(parameter) for parameter in parameters]
         types = dict.fromkeys(parameter.dtype for parameter in parameters)
         self._holders = [[each for each in self.members if each.whole.dtype is dtype] for dtype in types]
@@ -60,17 +61,22 @@ class FakeUnit:
 
     def begin_gather(self) -> None:
         if not self._gathering and not self._is_gathered:
-            self._gathering = [self._buffer(members) for members in self._holders]
+            self._gathering = [self._gathered(members) for members in self._holders]
 
     def gather(self) -> None:
         self.begin_gather()
         for members in self._holders:
+            gathered = self._gathering.pop(0) if self._gathering else None
+            start = 0
             for each in members:
                 _resize(each.whole, self._replicas * each.local.untyped_storage().nbytes())
-                if each.values is not None and not self._is_gathered:
-                    each.whole.data.copy_(each.values)  # the version counter stays, as when FSDP2 gathers
-            if self._gathering:
-                self._gathering.pop(0)
+                source = each.values
+                if source is None and gathered is not None:
+                    source = gathered[start : start + each.whole.numel()].view_as(each.whole)
+                if source is not None and not self._is_gathered:
+                    each.whole.data.copy_(source)  # the version counter stays, as when FSDP2 gathers
+                start += self._replicas * each.local.numel()
+            del gathered
         self._is_gathered = True
         self._install("whole")
 
@@ -97,9 +103,11 @@ class FakeUnit:
                 each.whole.grad = None
             _free(members)
             scattered = self._buffer(trained)
+            _copy_rows(gradients, scattered)
             last = gradients.pop()  # FSDP2's loop over gradients holds it until the reduction ends
             gradients.clear()
             reduced = scattered.new_empty(scattered.numel() // self._replicas)
+            dist.reduce_scatter_single(reduced, scattered, group=self._group)
             if scattered.device.type == "cpu":
                 torch.empty_like(scattered)  # gloo reduces a copy of its input
             del last
@@ -123,10 +131,26 @@ class FakeUnit:
     def _buffer(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
         return members[0].local.detach().new_empty(sum(each.local.numel() for each in members) * self._replicas)
 
+    def _gathered(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
+        """Start a gather of all rows of some parameters; return where it writes."""
+        found = self._buffer(members)
+        own = found[: found.numel() // self._replicas]
+        _copy_rows([each.local.detach() for each in members], own)
+        dist.all_gather_single(found, own, group=self._group, async_op=True)
+        return found
+
     def _install(self, form: str) -> None:
         for each in self.members:
             for table, name in each.owners:
                 table[name] = getattr(each, form)
+
+
+def _copy_rows(sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+    """Copy tensors to the beginning of a flat one."""
+    start = 0
+    for each in sources:
+        target[start : start + each.numel()].copy_(each.reshape(-1))
+        start += each.numel()
 
 
 def _free(members: Sequence[FakeShardedParameter]) -> None:
@@ -150,7 +174,9 @@ class FakeShards(StageParameters):
     """
 
     def __init__(self, program: Program, stage: int, patterns: Sequence[str] | None, gathers_all: bool) -> None:
-        self._replicas, gathers_all = program.axis_size("dp"), gathers_all or len(program.stages) > 1
+        assert program.mesh is not None
+        self._group, gathers_all = program.mesh["dp"].get_group(), gathers_all or len(program.stages) > 1
+        self._replicas = self._group.size()
         self.units_ahead = 1 if patterns is None and not gathers_all else None
         held = {id(each) for each in program.stages[stage].module.parameters()}
         assigned = assign_parameters(program.module, unit_paths(program.module, patterns), held)
@@ -166,7 +192,7 @@ class FakeShards(StageParameters):
         for path, ids in self._assigned.items():
             if some := [each for each in self.whole if id(originals[id(each)]) in ids]:
                 runs = path in self._modules
-                unit = FakeUnit(paths[id(self._modules[path])] if runs else "", some, self._replicas)
+                unit = FakeUnit(paths[id(self._modules[path])] if runs else "", some, self._group)
                 (running if runs else units).append(unit)
         self._step_units = units
         members = {id(each.whole): each for unit in (*units, *running) for each in unit.members}
