@@ -1,7 +1,7 @@
 """Predicted seconds of training steps against measured ones, for every configuration of the space of ``benchmarks.tuning``.
 
 Run ``python -m benchmarks.step_time``; it prints a section for ``benchmarks/README.md``. The measured seconds are those that
-``python -m benchmarks.tuning measure`` stored, with the calibration of the machine that it made right behind them. The
+``python -m benchmarks.tuning measure`` stored, with a calibration of the same machine without other work. The
 predictions come from ``slapo.estimate`` on fake ranks, with weights on meta.
 """
 

@@ -61,7 +61,9 @@ class OperatorTimer:
         given = self._random(1, 4, 16)
 
         def measure(forward: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, Sequence[Work]]:
-            step = lambda: torch.autograd.backward(forward(given).sum())  # noqa: E731
+            def step() -> None:
+                torch.autograd.backward(forward(given).sum())
+
             step()
             with OperatorRecorder() as recorder:
                 step()

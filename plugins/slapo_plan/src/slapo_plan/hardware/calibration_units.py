@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -45,8 +46,8 @@ def unit_seconds(
         _step(sharded, given, device)
     sent = [each for each in recorder.records if isinstance(each, CollectiveRecord)]
     apart = sum(collectives[f"{each.kind} {group.size()}"].at(each.nbytes) for each in sent)
-    seconds = [_median_round(lambda model=model: _step(model, given, device), align) for model in (plain, sharded)]
-    return max(0.0, seconds[1] - seconds[0] - apart) / len(sent)
+    plain_seconds, sharded_seconds = (_median_round(partial(_step, model, given, device), align) for model in (plain, sharded))
+    return max(0.0, sharded_seconds - plain_seconds - apart) / len(sent)
 
 
 def _step(model: nn.Module, given: torch.Tensor, device: torch.device) -> None:

@@ -202,7 +202,7 @@ class _StageRun:
             next_weights=Segments() if parts is None else parts[2],
             end=end,
             optimizer=step,
-            repeated_optimizer=[self._step_of_block(optimizer, trained, own, step) for own in of_repeated],
+            repeated_optimizer=self._steps_of_blocks(optimizer, trained, of_repeated, step),
             received=self.received,
             sent=self.sent,
             sent_back=self.sent_back,
@@ -276,6 +276,21 @@ class _StageRun:
         if optimizer is None or not parameters:
             return PassRecord()
         return step_record(self.recorder, optimizer, parameters)
+
+    def _steps_of_blocks(
+        self,
+        optimizer: OptimizerFactory | None,
+        parameters: list[nn.Parameter],
+        blocks: list[list[nn.Parameter]],
+        step: PassRecord,
+    ) -> list[PassRecord]:
+        """Return the part of each block; blocks with equal parameters have equal ones."""
+        kinds = [tuple((each.shape, each.dtype) for each in own) for own in blocks]
+        known = {
+            kind: self._step_of_block(optimizer, parameters, own, step)
+            for kind, own in dict(zip(kinds, blocks, strict=True)).items()
+        }
+        return [known[kind] for kind in kinds]
 
     def _step_of_block(
         self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter], own: list[nn.Parameter], step: PassRecord

@@ -154,6 +154,8 @@ def candidate_of(
     seconds: PartSeconds,
     options: Mapping[str, Any],
     dtype: Any,
+    *,
+    solves: bool = False,
 ) -> Candidate | Rejection:
     """Return what a layout costs, or why it does not fit.
 
@@ -164,8 +166,9 @@ def candidate_of(
         seconds: Seconds on the device.
         options: Options of ``build``.
         dtype: Type in which matrices are multiplied, for the MFU.
+        solves: True to solve for the checkpoint policies, as in ``stage_costs``.
     """
-    stages = stage_costs(record, layout, facts, seconds)
+    stages = stage_costs(record, layout, facts, seconds, solves=solves)
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:

@@ -30,7 +30,7 @@ from .part_seconds import PartSeconds
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
-"""Number of fastest candidates whose stages are those of the cut model, and whose order of actions is replay."""
+"""Number of fastest candidates whose policies are solved for, stages are those of the cut model, and actions are replayed."""
 
 _MORE = 3
 """Number of further candidates that may be estimated."""
@@ -96,22 +96,21 @@ class ModelSource:
                 space.rejected.append(refined)
         return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
 
-    def _cost(self, layout: Layout, *, cuts: bool = False) -> Candidate | Rejection:
+    def _cost(self, layout: Layout, *, refines: bool = False) -> Candidate | Rejection:
         facts = self._engine.facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
-        record = self._record(layout, cuts=cuts)
+        record = self._record(layout, cuts=refines)
         if isinstance(record, str):
             return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
-        return candidate_of(record, layout, facts, self._seconds, self._engine.build_options(layout), dtype)
+        options = self._engine.build_options(layout)
+        return candidate_of(record, layout, facts, self._seconds, options, dtype, solves=refines)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
-        """Return a candidate of a pipeline by the stages of the cut model, with the time of its order of actions."""
+        """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""
         layout = candidate.layout
-        if layout.pp == 1:
-            return candidate
-        found = self._cost(layout, cuts=True)
+        found = self._cost(layout, refines=True)
         facts, record = self._engine.facts(layout), self._record(layout, cuts=True)
         if not isinstance(found, Candidate) or isinstance(facts, str) or isinstance(record, str):
             return found

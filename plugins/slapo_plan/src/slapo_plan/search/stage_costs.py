@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from ..records import CollectiveRecord
 from .engine_facts import EngineFacts
 from .layouts import Layout
 from .model_record import ModelRecord, Part, StageEnds
 from .part_seconds import PartSeconds
+from .recomputation import BlockOptions, greedy_policies, least_policies
 from .stage_memory import Replicas, Run, StageSizes, peak_bytes
 
 
@@ -64,7 +64,9 @@ def _both(part: Part, seconds: PartSeconds) -> float:
     return seconds(part.forward) + seconds(part.next_backward)
 
 
-def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds) -> list[StageCost]:
+def stage_costs(
+    record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds, *, solves: bool = False
+) -> list[StageCost]:
     """Return the stages of a layout, each rank with the least recomputation that fits.
 
     Args:
@@ -72,6 +74,7 @@ def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds
         layout: The layout.
         facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
+        solves: True to solve for the checkpoint policies; False for those of a greedy order, which is near and faster.
     """
     stages = sum(map(len, facts.stages.values()))
     counts = split_blocks(record, stages, seconds) if stages > 1 else [len(record.paths)]
@@ -79,7 +82,7 @@ def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds
     found: dict[int, StageCost] = {}
     for rank, own in facts.stages.items():
         blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
-        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs()
+        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs(solves)
     return [found[stage] for stage in range(stages)]
 
 
@@ -110,9 +113,12 @@ class _Rank:
             found = replace(found, sent=0)
         return replace(found, sent_back=0) if stage - 1 in self.stages else found
 
-    def costs(self) -> dict[int, StageCost]:
-        """Return the cost of each stage."""
-        policies, peak = self._least_recomputation(self.seconds.hardware.usable_bytes)
+    def costs(self, solves: bool) -> dict[int, StageCost]:
+        """Return the cost of each stage; policies are solved for, or those of a greedy order."""
+        limit, options = self.seconds.hardware.usable_bytes, self._options()
+        policies, peak = greedy_policies(options, self._peak, limit)
+        if solves:
+            policies, peak = least_policies(options, self._peak, limit, (policies, peak))
         found = {}
         for stage, ends, blocks in zip(self.stages, self.ends, self.blocks, strict=True):
             own = [policies[block] for block in blocks]
@@ -125,40 +131,20 @@ class _Rank:
     def _part(self, block: int, policies: Mapping[int, str]) -> Part:
         return self.record.blocks[policies[block]][block]
 
-    def _least_recomputation(self, limit: int) -> tuple[dict[int, str], int]:
-        """Return the policy of each block and the peak; with the most recomputation if nothing fits."""
-        policies = dict.fromkeys((block for blocks in self.blocks for block in blocks), "none")
-        if (peak := self._peak(policies)) <= limit:
-            return policies, peak
-        changes = self._changes()
-        low, high = 0, len(changes)
-        while low < high:
-            middle = (low + high) // 2
-            if self._peak({**policies, **dict(changes[:middle])}) <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        policies |= dict(changes[:low])
-        return policies, self._peak(policies)
-
-    def _changes(self) -> list[tuple[int, str]]:
-        """Return changes of one block's policy, those first that free the most bytes for a second of recomputation.
-
-        The policies of a block are those on the upper hull of its freed bytes over seconds, so that a prefix of the changes is
-        the least recomputation for what it frees.
-        """
+    def _options(self) -> list[BlockOptions]:
+        """Return the blocks of each stage with their policies; equal ones together."""
         found = []
-        most = [
-            max((state.kept[index] for state in self.facts.states[self.rank]), default=1) for index in range(len(self.stages))
-        ]
-        for blocks, times in zip(self.blocks, most, strict=True):
-            for place, block in enumerate(blocks):
-                options = [
-                    (name, self._cost(parts[block]), times * parts[block].forward.change)
-                    for name, parts in self.record.blocks.items()
-                ]
-                found += [(-rate, place, block, name) for name, rate in _upper_hull(options)]
-        return [(block, name) for _, _, block, name in sorted(found)]
+        states = self.facts.states[self.rank]
+        for index, blocks in enumerate(self.blocks):
+            most = max((state.kept[index] for state in states), default=1)
+            equal: dict[tuple[int, ...], list[int]] = {}
+            for block in blocks:
+                equal.setdefault(tuple(id(parts[block]) for parts in self.record.blocks.values()), []).append(block)
+            for own in equal.values():
+                parts = [each[own[0]] for each in self.record.blocks.values()]
+                kept = tuple(most * part.forward.change for part in parts)
+                found.append(BlockOptions(tuple(own), tuple(self.record.blocks), tuple(map(self._cost, parts)), kept))
+        return found
 
     def _cost(self, part: Part) -> float:
         return self.seconds(part.forward) + self.seconds(part.next_backward)
@@ -191,7 +177,7 @@ class _Rank:
             gather, reduce = collective("all_gather", parameters), collective("reduce_scatter", gradients)
             if not self.replicas.gathers_blocks:
                 return forward, backward, optimizer + gather + reduce
-            return max(forward, gather), max(backward, gather + reduce), optimizer
+            return max(forward, gather), max(backward, gather) + reduce, optimizer
         if divided:  # a reduce-scatter of gradients and a gather of what the optimizer has stepped
             optimizer += collective("all_gather", parameters)
             reduction = collective("reduce_scatter" if "gradients" in divided else "all_reduce", gradients)
@@ -199,27 +185,3 @@ class _Rank:
             reduction = collective("all_reduce", gradients)
         hidden = backward if self.facts.overlaps and self.seconds.hardware.overlaps else 0.0
         return forward, backward, optimizer + max(reduction - hidden, 0.1 * reduction)
-
-
-def _upper_hull(options: Sequence[tuple[str, float, int]]) -> list[tuple[str, Any]]:
-    """Return the policies worth taking, each with the bytes that it frees beyond the one before for each further second.
-
-    Args:
-        options: Name, seconds and kept bytes of each policy, from the one that recomputes least.
-    """
-    _, seconds, kept = options[0]
-    found: list[tuple[str, float]] = []
-    rest = [*options[1:]]
-    while rest:
-        rated = [(_rate(kept - each[2], each[1] - seconds), each) for each in rest if each[2] < kept]
-        if not rated:
-            break
-        rate, best = max(rated, key=lambda item: item[0])
-        found.append((best[0], rate))
-        _, seconds, kept = best
-        rest = rest[rest.index(best) + 1 :]
-    return found
-
-
-def _rate(nbytes: int, seconds: float) -> float:
-    return nbytes / seconds if seconds > 0 else float("inf")
