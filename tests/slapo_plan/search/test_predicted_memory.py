@@ -45,12 +45,14 @@ def searched(model: Callable[[], nn.Module], constraints: dict[str, Any], mebiby
 
 ROOMY = 1 << 20
 """Mebibytes with which nothing is recomputed."""
-FAST = ("sequence parallel", "zbv", "fsdp, recomputed")
+FAST = ("parallel loss", "sequence parallel", "zbv", "fsdp, recomputed")
 CASES = {
     "one rank": (gpt2, {"rows": 2}, ROOMY),
     "one micro-batch": (gpt2, {"rows": 16}, ROOMY),
     "sequence parallel": (gpt2, {"tp": 2, "rows": 2, "sequence_parallel": True}, ROOMY),
     "tensor parallel": (llama, {"tp": 2, "rows": 2, "sequence_parallel": False}, ROOMY),
+    "parallel loss": (llama, {"tp": 2, "rows": 2, "sequence_parallel": False, "parallel_loss": True}, ROOMY),
+    "kernels": (llama, {"rows": 2, "kernels": True}, ROOMY),
     "ddp": (gpt2, {"dp": 4, "rows": 2, "data_parallel": "ddp"}, ROOMY),
     "ddp, one micro-batch": (gpt2, {"dp": 4, "rows": 4, "data_parallel": "ddp"}, ROOMY),
     "fsdp": (llama, {"dp": 4, "rows": 2, "data_parallel": "fsdp"}, ROOMY),

@@ -43,6 +43,12 @@ def plan(
         bool | None,
         typer.Option("--sequence-parallel/--no-sequence-parallel", help="Only with, or without it.", show_default=False),
     ] = None,
+    parallel_loss: Annotated[
+        bool | None, typer.Option("--parallel-loss", help="Compute the loss from each rank's part of the logits.")
+    ] = None,
+    kernels: Annotated[
+        bool | None, typer.Option("--kernels", help="Take use_kernels(), whose eager forms are estimated.")
+    ] = None,
     top: Annotated[int, typer.Option(help="Number of layouts to print.")] = 10,
     check: Annotated[int, typer.Option(help="Number of best layouts whose real schedule is estimated.")] = 1,
     save: Annotated[

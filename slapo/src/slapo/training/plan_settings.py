@@ -11,7 +11,7 @@ from slapo_report import format_count
 from ..run_data.settings import Settings, SettingsError
 
 MOST_RANKS = 16384
-_CONSTRAINTS = ("tp", "pp", "dp", "rows", "data_parallel", "sequence_parallel", "pipeline_schedule")
+_CONSTRAINTS = ("tp", "pp", "dp", "rows", "data_parallel", "sequence_parallel", "pipeline_schedule", "parallel_loss", "kernels")
 _UNCHANGED = ("hardware", "target", "precision", "top", "check", "save", "report", "as_json")
 """Flags that are settings as they are."""
 

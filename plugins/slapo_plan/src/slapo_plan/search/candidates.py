@@ -15,7 +15,7 @@ from ..estimation.result import Estimate
 from ..records import CollectiveRecord
 from ..simulation import run_pipeline
 from .engine_facts import EngineFacts
-from .layouts import Layout, Rejection
+from .layouts import Layout, Rejection, Step
 from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
 from .part_seconds import PartSeconds
@@ -72,12 +72,9 @@ class Candidate:
         """The layout and the number of recomputed blocks, as plain data."""
         return {**self.layout._asdict(), "checkpointed": sum(each.num_checkpointed for each in self.stages)}
 
-    def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """Return the steps of the schedule: path, primitive and arguments."""
-        found: list[tuple[str, str, dict[str, Any]]] = []
-        if self.layout.tp > 1:
-            arguments = {"sequence_parallel": True} if self.layout.sequence_parallel else {}
-            found.append(("", "tensor_parallel", arguments))
+    def steps(self) -> list[Step]:
+        """Return the steps of the schedule."""
+        found = self.layout.form.steps()
         begin = 0
         for index, stage in enumerate(self.stages):
             own = self.paths[begin : begin + stage.blocks]

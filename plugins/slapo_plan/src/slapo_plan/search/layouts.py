@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from slapo_core import SlapoError, UnknownNameError
 from slapo_training import PipelineChoice, ReplicaChoice
+
+Step = tuple[str, str, dict[str, Any]]
+"""Step of a schedule: path, primitive and arguments."""
+
+
+class ModelForm(NamedTuple):
+    """What the layouts of one form have in common: the part of the model that a tensor-parallel rank has.
+
+    Args:
+        tp: Number of tensor-parallel ranks.
+        sequence_parallel: True if tensor parallelism also splits what lies between its layers.
+        parallel_loss: True if the loss is computed from each rank's part of the logits, which are not gathered.
+        kernels: True for ``use_kernels()``, whose eager forms are measured.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    parallel_loss: bool = False
+    kernels: bool = False
+
+    def steps(self) -> list[Step]:
+        """Return the steps that make it of an unmodified model."""
+        arguments = {name: True for name in ("sequence_parallel", "parallel_loss") if getattr(self, name)}
+        found: list[Step] = [("", "tensor_parallel", arguments)] if self.tp > 1 else []
+        return [*found, ("", "use_kernels", {})] if self.kernels else found
 
 
 class Layout(NamedTuple):
@@ -21,6 +47,8 @@ class Layout(NamedTuple):
         sequence_parallel: True if tensor parallelism also splits what lies between its layers.
         data_parallel: Name of a ``ReplicaChoice`` of the target, e.g. ``"fsdp"``; the first of them with one replica.
         pipeline_schedule: Name of a ``PipelineChoice`` of the target; the first of them without a pipeline.
+        parallel_loss: As in ``ModelForm``.
+        kernels: As in ``ModelForm``.
     """
 
     tp: int
@@ -31,13 +59,19 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     data_parallel: str = "ddp"
     pipeline_schedule: str = "1f1b"
+    parallel_loss: bool = False
+    kernels: bool = False
+
+    @property
+    def form(self) -> ModelForm:
+        """The form of the model."""
+        return ModelForm(*(getattr(self, name) for name in ModelForm._fields))
 
     def __str__(self) -> str:
         words = [f"tp={self.tp}", f"pp={self.pp}", f"dp={self.dp}"]
         if self.dp > 1:
             words.append(self.data_parallel)
-        if self.sequence_parallel:
-            words.append("sequence parallel")
+        words += _words_of_flags(self._asdict())
         if self.pp > 1:
             words.append(self.pipeline_schedule)
         return " ".join([*words, f"micro-batches={self.microbatches}x{self.rows}"])
@@ -64,10 +98,14 @@ class Rejection(NamedTuple):
         if {*Layout._fields} <= self.settings.keys():
             return str(Layout(**self.settings))
         words = [f"{name}={value}" for name, value in self.settings.items() if not isinstance(value, bool)]
-        return " ".join([*words, *(["sequence parallel"] if self.settings.get("sequence_parallel") else [])])
+        return " ".join([*words, *_words_of_flags(self.settings)])
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}"
+
+
+def _words_of_flags(settings: Mapping[str, Any]) -> list[str]:
+    return [name.replace("_", " ") for name, value in settings.items() if value is True]
 
 
 def check_constraints(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -155,14 +193,20 @@ class LayoutSpace:
                 yield from self._options(Layout(tp, pp, dp, rows, microbatches))
 
     def _options(self, layout: Layout) -> Iterator[Layout]:
-        for sequence_parallel in (False, True) if layout.tp > 1 else (False,):
-            for data_parallel in self._replicas(layout):
-                for pipeline_schedule in self._pipelines(layout):
-                    found = layout._replace(
-                        sequence_parallel=sequence_parallel, data_parallel=data_parallel, pipeline_schedule=pipeline_schedule
-                    )
-                    if all(self._allows(name, getattr(found, name)) for name in ("sequence_parallel", "data_parallel")):
-                        yield found
+        choices: dict[str, Sequence[Any]] = {
+            "sequence_parallel": self._flags("sequence_parallel", (False, True)) if layout.tp > 1 else (False,),
+            "parallel_loss": self._flags("parallel_loss", (False,)) if layout.tp > 1 else (False,),
+            "kernels": self._flags("kernels", (False,)),
+            "data_parallel": self._replicas(layout),
+            "pipeline_schedule": self._pipelines(layout),
+        }
+        for values in product(*choices.values()):
+            found = layout._replace(**dict(zip(choices, values, strict=True)))
+            if all(self._allows(name, getattr(found, name)) for name in ("sequence_parallel", "data_parallel")):
+                yield found
+
+    def _flags(self, name: str, default: Sequence[bool]) -> Sequence[bool]:
+        return tuple(map(bool, self.constraints.get(name, default)))
 
     def _replicas(self, layout: Layout) -> list[str]:
         if layout.dp == 1:

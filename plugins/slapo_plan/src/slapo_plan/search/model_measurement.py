@@ -23,6 +23,7 @@ from ..measurement.segmented_stage import SegmentedStage
 from ..measurement.stage_run import run_segmented
 from ..recording.segments import RepeatedBlocks
 from ..recording.storage_tracker import storage_bytes
+from .layouts import ModelForm
 from .model_record import ModelRecord, Part, StageEnds, StageSplitter
 
 Batch = Mapping[str, Any]
@@ -36,15 +37,13 @@ class Measurement:
     """One schedule under which a model is measured.
 
     Args:
-        tp: Number of tensor-parallel ranks.
-        sequence_parallel: True to split along the sequence what lies between tensor-parallel layers.
+        form: The part of the model that a rank has.
         stages: True for the stages of a pipeline; False for the whole model.
         splits: True to measure backwards that are split in two as well.
         policy: Name of the checkpoint policy of all blocks; empty for those of the trimmed model.
     """
 
-    tp: int = 1
-    sequence_parallel: bool = False
+    form: ModelForm = ModelForm()
     stages: bool = False
     splits: bool = False
     policy: str = ""
@@ -141,7 +140,7 @@ def measure_model(
     """
     stages = min(3, len(trimmed.kept)) if how.stages else 1
     given = {**options, "microbatches": stages, "check": False}
-    with tracked_random_states(), fake_ranks(pp=stages, tp=how.tp) as mesh, model_errors("plan"):
+    with tracked_random_states(), fake_ranks(pp=stages, tp=how.form.tp) as mesh, model_errors("plan"):
         sch = create_schedule(copy.deepcopy(trimmed.model), mesh=mesh, example_inputs=dict(with_rows(1)))
         _take_steps(sch, trimmed.kept, how, stages)
         program = BuildPlan.of(sch, target, **given).program
@@ -159,8 +158,8 @@ def measure_model(
 
 
 def _take_steps(sch: Schedule, blocks: Mapping[str, KeptBlock], how: Measurement, stages: int) -> None:
-    if how.tp > 1:
-        sch.tensor_parallel(**({"sequence_parallel": True} if how.sequence_parallel else {}))
+    for path, name, arguments in how.form.steps():
+        sch[path].apply(name, **arguments)
     for path, block in blocks.items():
         if (policy := how.policy or block.policy) != "none":
             sch[path].checkpoint(**CHECKPOINTS[policy])

@@ -102,7 +102,7 @@ class ModelSource:
             return Rejection(layout._asdict(), facts)
         record = self._record(layout, cuts=refines)
         if isinstance(record, str):
-            return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
+            return Rejection(layout.form._asdict(), record)
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         options = self._engine.build_options(layout)
         return candidate_of(record, layout, facts, self._seconds, options, dtype, solves=refines)
@@ -124,9 +124,9 @@ class ModelSource:
         With ``cuts`` stages are those of a model that was cut; otherwise those that the whole model suggests.
         """
         staged, cuts = layout.pp > 1, cuts and layout.pp > 1
-        key = layout.tp, layout.sequence_parallel, staged, cuts, layout.rows
+        key = layout.form, staged, cuts, layout.rows
         if key not in self._records:
-            pair = self._measure_once(Measurement(layout.tp, layout.sequence_parallel, cuts, cuts and self._splits))
+            pair = self._measure_once(Measurement(layout.form, cuts, cuts and self._splits))
             record = pair if isinstance(pair, str) else pair[0].at(layout.rows, pair[1])
             self._records[key] = record if isinstance(record, str) or not staged or cuts else as_pipeline(record)
         return self._records[key]
@@ -150,7 +150,7 @@ class ModelSource:
                 if len(trimmed.kept) == len(trimmed.blocks):
                     raise
                 one, two = self._measure_copy(TrimmedModel.with_all_blocks(self.model), how)
-        self.notes += [f"tp={how.tp}: {message}" for message in held]
+        self.notes += [f"tp={how.form.tp}: {message}" for message in held]
         if how.stages:
             whole = self._measure_once(replace(how, stages=False, splits=False))
             if isinstance(whole, str):

@@ -127,7 +127,9 @@ def plan(
         global_batch: Rows of a step over all replicas.
         hardware: Name or path of a hardware file, or a ``Hardware``.
         constraints: Allowed values of ``tp``, ``pp``, ``dp``, ``rows``, ``microbatches``, ``sequence_parallel``,
-            ``data_parallel`` and ``pipeline_schedule``; a value or a list.
+            ``data_parallel``, ``pipeline_schedule``, ``parallel_loss`` and ``kernels``; a value or a list. The last two are
+            used only if they are given, since a model then returns no logits with its loss, and since kernels may round
+            otherwise.
         check: Number of best candidates whose real schedule is estimated; those that do not fit are rejected.
         target: Name of an installed dialect.
         **options: Further options of ``build``, e.g. ``precision="bf16"``.
