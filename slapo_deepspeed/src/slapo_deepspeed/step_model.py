@@ -22,6 +22,7 @@ from slapo_training import (
 )
 
 from .configuration.options import DeepSpeedOptions
+from .estimation.zero_settings import ZeroSettings
 from .stage_runner import DeepSpeedStageRunner
 from .step_collectives import StepCollectives
 
@@ -53,7 +54,14 @@ class DeepSpeedStepModel(StepModel):
     @classmethod
     def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
         is_pipeline = stages > 1
-        return MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline, kept_losses=2 * is_pipeline)
+        rules = MemoryRules(holds_received=is_pipeline, fixed_buffers=is_pipeline, kept_losses=2 * is_pipeline)
+        settings = ZeroSettings.of(options := DeepSpeedOptions.of(config), is_pipeline)
+        if not settings.stage:
+            return rules
+        bucket = settings.is_contiguous * settings.reduce_bucket * (4 if options.settled_precision == "fp32" else 2)
+        buckets = (1 + (settings.overlaps and settings.stage < 3)) * bucket
+        copies = 4 if options.settled_precision == "fp32" else 0  # the optimizer steps copies of all half-precision parameters
+        return rules._replace(main_itemsize=copies, step_itemsize=12, backward_bytes=buckets)
 
     @classmethod
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:

@@ -65,9 +65,10 @@ class MegatronStepModel(StepModel):
 
     @classmethod
     def memory_rules(cls, config: Mapping[str, Any], stages: int, ranks: int, replicas: int) -> MemoryRules:
+        size = _gradient_itemsize(MegatronOptions.of(config))
         if stages == ranks:
-            return MemoryRules(holds_received=stages > 1)
-        return MemoryRules(messages=partial(_interleaved_messages, config, stages, ranks))
+            return MemoryRules(holds_received=stages > 1, gradient_itemsize=size)
+        return MemoryRules(gradient_itemsize=size, messages=partial(_interleaved_messages, config, stages, ranks))
 
     @classmethod
     def named_optimizer(cls, config: Mapping[str, Any]) -> OptimizerFactory | None:
@@ -98,6 +99,11 @@ class MegatronStepModel(StepModel):
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return (config.get("config") or {}).get(name) or {}
+
+
+def _gradient_itemsize(options: MegatronOptions) -> int:
+    in_fp32 = options.section("ddp").get("grad_reduce_in_fp32", True)
+    return 4 if in_fp32 or options.settled_precision == "fp32" else 2
 
 
 def _interleaved_order(chunks: int, rank: int, ranks: int, microbatches: int, group: int) -> list[PipelineAction]:

@@ -84,3 +84,37 @@ def test_memory_of_a_candidate_is_that_of_its_schedule(name: str) -> None:
     ranks = {each.rank: each.peak for each in found.best.stages}
     for each in exact.ranks:
         assert 0.98 <= ranks[each.rank] / each.memory.peak <= 1.07, (str(found.best), ranks[each.rank], each.memory)
+
+
+SMALL_BUCKETS = {
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 100_000),
+    **{"stage3_prefetch_bucket_size": 10_000, "stage3_param_persistence_threshold": 0},
+}
+DEEPSPEED = {"target": "deepspeed", "config": {"zero_optimization": SMALL_BUCKETS}}
+MEGATRON = {"target": "megatron"}
+BF16 = {"precision": "bf16"}
+ENGINES = {
+    "deepspeed": (gpt2, {"tp": 2, "sequence_parallel": False}, DEEPSPEED),
+    "deepspeed, bf16": (llama, {}, DEEPSPEED | BF16),
+    "deepspeed, 1f1b": (gpt2, {"pp": 2, "dp": 2, "data_parallel": "zero1"}, DEEPSPEED | BF16),
+    "zero 1": (llama, {"dp": 2, "data_parallel": "zero1"}, DEEPSPEED),
+    "zero 2": (gpt2, {"dp": 2, "data_parallel": "zero2"}, DEEPSPEED | BF16),
+    "zero 3": (gpt2, {"dp": 2, "data_parallel": "zero3"}, DEEPSPEED | BF16),
+    "megatron": (llama, {"tp": 2, "sequence_parallel": True}, MEGATRON | BF16),
+    "megatron, 1f1b": (gpt2, {"pp": 2, "pipeline_schedule": "1f1b"}, MEGATRON | BF16),
+    "megatron, interleaved": (llama, {"pp": 2, "pipeline_schedule": "interleaved"}, MEGATRON | BF16),
+    "distributed optimizer": (gpt2, {"dp": 2, "data_parallel": "distributed_optimizer"}, MEGATRON | BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("zero 1", "megatron"))) for name in ENGINES]
+)
+def test_memory_with_other_engines(name: str) -> None:
+    model, constraints, options = ENGINES[name]
+    found = searched(model, {"rows": 2, **constraints}, ROOMY, **options)
+    exact = found.estimate()
+    assert not exact.problems
+    ranks = {each.rank: each.peak for each in found.best.stages}
+    for each in exact.ranks:
+        assert 0.98 <= ranks[each.rank] / each.memory.peak <= 1.1, (str(found.best), ranks[each.rank], each.memory)

@@ -75,6 +75,11 @@ class MemoryRules(NamedTuple):
         kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
             and the gradient of that.
         flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
+        main_itemsize: Bytes of each element of the copies that the optimizer steps in place of fp32 parameters; 0 without.
+        gradient_itemsize: Bytes of each element of gradient buffers that stay between steps, beside which there are no other
+            gradients; 0 without.
+        step_itemsize: Bytes of each element that the optimizer steps, during its step, where it steps all as one flat tensor.
+        backward_bytes: Bytes of buffers from which gradients are reduced during a backward.
         messages: Computes the bytes of messages that exist during each action of a rank, given its actions and the sizes of its
             stages' messages; None if the other rules say so.
     """
@@ -86,6 +91,10 @@ class MemoryRules(NamedTuple):
     fixed_buffers: bool = False
     kept_losses: int = 0
     flattens_gradients: bool = False
+    main_itemsize: int = 0
+    gradient_itemsize: int = 0
+    step_itemsize: int = 0
+    backward_bytes: int = 0
     messages: Callable[[Sequence[PipelineAction], Mapping[int, MessageSizes]], Sequence[int]] | None = None
 
 

@@ -92,11 +92,12 @@ class EngineChoices:
         options = {**self._options, **self.build_options(layout), "microbatches": microbatches}
         try:
             order = self.model.action_order(options, stages, layout.pp, microbatches)
+            rules = self.model.memory_rules(options, stages, layout.pp, layout.dp)
         except BuildError as err:
             return str(err)
         divided = frozenset(self.replicas[layout.data_parallel].divided) if layout.dp > 1 else frozenset[str]()
         return EngineFacts(
-            self.model.memory_rules(options, stages, layout.pp, layout.dp),
+            rules,
             divided,
             order,
             self.model.overlaps_reduction(options, stages, layout.pp),

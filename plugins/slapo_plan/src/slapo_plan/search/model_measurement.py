@@ -222,7 +222,9 @@ class _StageMeasurements:
         sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
         halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())
         keeps_copies = halves and self.optimizer is not None and bool(self.runner.memories(self.optimizer))
-        return StageSplitter(found, sizes, *_outside(stage.module, [*blocks.values()]), keeps_copies)
+        trained = [each for each in stage.module.parameters() if each.requires_grad]
+        itemsize = sum(each.nbytes for each in trained) / max(1, sum(each.numel() for each in trained))
+        return StageSplitter(found, sizes, *_outside(stage.module, [*blocks.values()]), itemsize or 1.0, keeps_copies)
 
     def _bytes_of_ties(self) -> int:
         last = len(self.program.stages) - 1

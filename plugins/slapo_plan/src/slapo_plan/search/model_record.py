@@ -29,6 +29,7 @@ class Part:
         optimizer: The first step of the optimizer on its parameters.
         parameters: Bytes of its parameters.
         gradients: Bytes of their gradients.
+        elements: Number of elements of these.
         late: Bytes that its forward allocates and the end of the stage's forward frees.
     """
 
@@ -41,6 +42,7 @@ class Part:
     optimizer: PassRecord = NOTHING
     parameters: int = 0
     gradients: int = 0
+    elements: int = 0
     late: int = 0
 
     def at(self, rows: int, other: Part) -> Part:
@@ -124,6 +126,7 @@ def as_pipeline(whole: ModelRecord) -> ModelRecord:
         behind,
         parameters=behind.parameters + round(entry.parameters * tied),
         gradients=behind.gradients + round(entry.gradients * tied),
+        elements=behind.elements + round(entry.elements * tied),
         optimizer=PassRecord.join([behind.optimizer, copies]),
     )
     middle = StageEnds(received=output, sent=output, sent_back=output)
@@ -153,15 +156,22 @@ class StageSplitter:
         parameters: Bytes of the parameters of each block by path, in the order of the repeated ones.
         before: Bytes of the parameters and buffers before the blocks, in the order of the model.
         behind: Bytes of those behind the blocks.
+        itemsize: Bytes of an element of the stage's gradients, in the mean.
         keeps_copies: True if the engine steps fp32 copies of half-precision parameters.
     """
 
     def __init__(
-        self, stage: SegmentedStage, parameters: Mapping[str, int], before: int, behind: int, keeps_copies: bool
+        self,
+        stage: SegmentedStage,
+        parameters: Mapping[str, int],
+        before: int,
+        behind: int,
+        itemsize: float,
+        keeps_copies: bool,
     ) -> None:
         self._order = [*dict.fromkeys(name for name, _ in stage.forward.parts if name)]
         self._stage, self._parameters, self._keeps_copies = stage, parameters, keeps_copies
-        self._before, self._behind = before, behind
+        self._before, self._behind, self._itemsize = before, behind, itemsize
         self._passes = {name: self._pieces(name) for name in PASSES}
         self._steps = dict(zip(parameters, stage.repeated_optimizer, strict=True))
         self._gradients = dict(zip(parameters, stage.repeated_gradients, strict=True))
@@ -175,6 +185,7 @@ class StageSplitter:
                 optimizer=self._step(self._steps[path], self._parameters[path]),
                 parameters=self._parameters[path],
                 gradients=self._gradients[path],
+                elements=round(self._gradients[path] / self._itemsize),
                 late=self._late[path],
             )
             for path in self._order
@@ -194,7 +205,8 @@ class StageSplitter:
             grows = round(change * share)
             step = PassRecord(grows + working, grows, work) if is_entry else PassRecord(grows, grows)
             own = round(gradients * share)
-            return Part(**self._of(place), optimizer=self._step(step, parameters), parameters=parameters, gradients=own)
+            given = {"parameters": parameters, "gradients": own, "elements": round(own / self._itemsize)}
+            return Part(**self._of(place), optimizer=self._step(step, parameters), **given)
 
         entry, behind = end("", self._before, True), end("behind", self._behind, False)
         late = sum(self._late.values())  # the sizes of a stage subtract what all its blocks free late

@@ -56,6 +56,7 @@ class StageSizes:
         parameters: Bytes of parameters between steps.
         gradients: Bytes of gradients between steps.
         state: Bytes of the optimizer's state.
+        elements: Number of elements with gradients, over all replicas.
         working: Bytes that the optimizer's step needs for a moment.
         gathered: Bytes of the parameters that are gathered for the whole step.
         unit: Bytes of the largest of the units that are gathered together.
@@ -66,6 +67,7 @@ class StageSizes:
     parameters: int
     gradients: int
     state: int
+    elements: int
     working: int
     gathered: int
     unit: int
@@ -91,6 +93,7 @@ class StageSizes:
             replicas.share(parameters, "parameters"),
             replicas.share(sum(part.gradients * times for part, times in parts), "gradients"),
             replicas.share(sum(part.optimizer.change * times for part, times in parts), "optimizer"),
+            sum(part.elements * times for part, times in parts),
             replicas.share(working, "optimizer"),
             gathered,
             max(part.parameters for part, _ in parts) if gathered else 0,
@@ -130,19 +133,23 @@ def peak_bytes(
         batch: Bytes of a micro-batch.
         tied: Bytes of parameters that two of its stages hold.
     """
-    parameters, gradients, state = (
-        sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state")
+    parameters, gradients, state, elements = (
+        sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state", "elements")
     )
+    stepped = replicas.share(elements, "optimizer")
+    state += rules.main_itemsize * stepped
+    if rules.gradient_itemsize:
+        state, gradients = state + rules.gradient_itemsize * elements, 0
     once: float = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
     held = round(once * (parameters + state)) + microbatches * batch + (gradients if rules.buckets else 0)
     held += sum(_messages(each, rules, microbatches) for each in stages)
     kept = round(once * gradients)
     held_behind = held if rules.buckets else held + kept
     gathered = sum(each.gathered for each in stages)
-    views = rules.buckets and microbatches == 1  # gradients are views of the buckets
+    views = bool(rules.gradient_itemsize) or (rules.buckets and microbatches == 1)  # gradients are views of the buckets
     peak: int = max(
         held + gathered + max(each.unit for each in stages),
-        held_behind + max(each.working for each in stages),
+        held_behind + max(*(each.working for each in stages), rules.step_itemsize * stepped),
         held + 2 * kept if rules.flattens_gradients else 0,
     )
     units = sum(replicas.share(each.unit, "gradients") for each in stages if each.gathered)
@@ -153,6 +160,7 @@ def peak_bytes(
             passes = stages[index].passes
             now += count * (passes["forward"][1] + passes["inputs_backward"][1])
         now += sum(growth[index] for index, begun in enumerate(each.begun) if begun)
+        now += 0 if each.kind == "F" else rules.backward_bytes
         peak = max(peak, held + gathered + now + stages[each.stage].passes[_name(each, views)][0])
     whole = sum(growth) if gathered else 0
     return int(max(peak, held + gathered + whole + units))
