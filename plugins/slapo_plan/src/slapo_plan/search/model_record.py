@@ -205,7 +205,7 @@ class StageSplitter:
             grows = round(change * share)
             step = PassRecord(grows + working, grows, work) if is_entry else PassRecord(grows, grows)
             own = round(gradients * share)
-            given = {"parameters": parameters, "gradients": own, "elements": round(own / self._itemsize)}
+            given: dict[str, Any] = {"parameters": parameters, "gradients": own, "elements": round(own / self._itemsize)}
             return Part(**self._of(place), optimizer=self._step(step, parameters), **given)
 
         entry, behind = end("", self._before, True), end("behind", self._behind, False)
