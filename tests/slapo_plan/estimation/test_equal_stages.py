@@ -13,10 +13,10 @@ from slapo_plan import Estimate, estimate, fake_ranks
 
 
 def estimated(marked: bool, **options: Any) -> Estimate:
-    """Estimate a pipeline of two stages with six blocks each; with ``marked`` no two blocks are equal."""
+    """Estimate a pipeline of three stages with four blocks each; with ``marked`` no two blocks are equal."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=18, use_cache=False, **sizes))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=12, use_cache=False, **sizes))
     for number, block in enumerate(model.model.layers):
         block.marker = number if marked else 0
     ids = torch.zeros(4, 32, dtype=torch.long)

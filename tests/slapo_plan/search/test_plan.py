@@ -65,7 +65,7 @@ def small_devices(mebibytes: float) -> Hardware:
     return replace(Hardware.load("h100"), usable_bytes=int(mebibytes * MIB))
 
 
-FEW = {"tp": [1, 2], "pipeline_schedule": "1f1b"}
+FEW = {"tp": [1, 2], "pipeline_schedule": "1f1b", "sequence_parallel": False}
 
 
 @cache

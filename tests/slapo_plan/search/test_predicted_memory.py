@@ -45,7 +45,7 @@ def searched(model: Callable[[], nn.Module], constraints: dict[str, Any], mebiby
 
 ROOMY = 1 << 20
 """Mebibytes with which nothing is recomputed."""
-FAST = ("parallel loss", "sequence parallel", "zbv", "fsdp, recomputed")
+FAST = ("parallel loss", "fsdp, recomputed")
 CASES = {
     "one rank": (gpt2, {"rows": 2}, ROOMY),
     "one micro-batch": (gpt2, {"rows": 16}, ROOMY),
@@ -108,7 +108,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("zero 1", "megatron"))) for name in ENGINES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "zero 1")) for name in ENGINES]
 )
 def test_memory_with_other_engines(name: str) -> None:
     model, constraints, options = ENGINES[name]
