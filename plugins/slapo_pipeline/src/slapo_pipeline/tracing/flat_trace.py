@@ -40,11 +40,11 @@ def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inli
     parameterless: set[str] = set()
     with replaced_pipe_split(mark):
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values="first")
         except TraceError:
             if not parameterless:
                 raise
-            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, None), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, None), by_values="first")
 
 
 @contextmanager

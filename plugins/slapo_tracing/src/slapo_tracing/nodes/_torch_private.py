@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from .known_masks import with_positions
+from .known_masks import is_indexing_by_positions, with_positions
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees calls."""
@@ -40,6 +40,7 @@ def in_function_transform() -> bool:
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -75,11 +76,13 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     Attributes:
         keeps_values: True to compute with real values what depends on real tensors only.
         most_values: Number of elements from which such a result is fake; None to keep all.
+        communicates: False to refuse collectives of real tensors.
         dropped_values: True if a result was fake for its size.
     """
 
     keeps_values = False
     most_values: int | None = None
+    communicates = True
     dropped_values = False
 
     def __init__(self, **options: Any) -> None:
@@ -95,7 +98,9 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         """Run an operator on fake tensors."""
         self.count(func)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
-            self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
+            if not self.communicates and getattr(func, "namespace", "") in _COMMUNICATION:
+                raise UnknownValueError(f"{func} would send values while tracing")
+            self.value_reads += _reads_values(func, args)
             large = self._large_result(func, types, args, kwargs or {})
             return func(*args, **(kwargs or {})) if large is None else large
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
@@ -179,6 +184,11 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor |
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+def _reads_values(func: Any, args: Any) -> bool:
+    """Return True if the result of an operator, or its shape, depends on values in a way that Python can see."""
+    return not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ())) and not is_indexing_by_positions(func, args)
 
 
 def _may_have_more(func: Any, args: Any, kwargs: Any, number: int) -> bool:
