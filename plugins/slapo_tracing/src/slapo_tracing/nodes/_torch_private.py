@@ -60,6 +60,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drawn = 0
     value_reads = 0
     """Number of operators that read values of real tensors: their result, or its shape, depends on these."""
+    shape_reads = 0
+    """Number of those among them whose result has a shape that depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count(func)
@@ -100,7 +102,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             if not self.communicates and getattr(func, "namespace", "") in _COMMUNICATION:
                 raise UnknownValueError(f"{func} would send values while tracing")
-            self.value_reads += _reads_values(func, args)
+            self._count_reads(func, args)
             large = self._large_result(func, types, args, kwargs or {})
             return func(*args, **(kwargs or {})) if large is None else large
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
@@ -112,6 +114,12 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
             return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
         return self._fake_result(func, types, args, kwargs)
+
+    def _count_reads(self, func: Any, args: Any) -> None:
+        tags = getattr(func, "tags", ())
+        if not _VALUE_TAGS.isdisjoint(tags) and not is_indexing_by_positions(func, args):
+            self.value_reads += 1
+            self.shape_reads += torch.Tag.dynamic_output_shape in tags
 
     def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes
@@ -184,11 +192,6 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor |
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
-
-
-def _reads_values(func: Any, args: Any) -> bool:
-    """Return True if the result of an operator, or its shape, depends on values in a way that Python can see."""
-    return not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ())) and not is_indexing_by_positions(func, args)
 
 
 def _may_have_more(func: Any, args: Any, kwargs: Any, number: int) -> bool:

@@ -281,9 +281,13 @@ class Session(TorchFunctionMode):
 
     @property
     def has_only_yes_or_no(self) -> bool:
-        """True if the graphs check answers of two values alone, so that few graphs serve all batches."""
+        """True if the graphs check answers of two values alone, so that few graphs serve all batches.
+
+        Shapes of results of modules that read values are checked, too; they are taken to be the same for all batches.
+        """
+        shapes = ("shape",) if not self.sandbox.mode.shape_reads else ()
         nodes = (node for each in self.recorders.values() for node in each.graph.find_nodes(op="call_function", target=expect))
-        return all(isinstance(node.args[0], bool) for node in nodes)
+        return all(isinstance(node.args[0], bool) or node.args[1] in shapes for node in nodes)
 
     @property
     def recorders(self) -> dict[str, Recorder]:
