@@ -172,8 +172,8 @@ def pipeline(
     """Cut a model into stages that torch's pipeline schedules run.
 
     It replaces ``torch.distributed.pipelining.pipeline``, and its stages serve batches of any values. It uses the tracer of
-    schedules, which handles rotary embeddings, masks made under ``no_grad``, keyword arguments, results in structures and tied parameters. ``pipe_split()`` in a forward
-    and annotated split points also end stages.
+    schedules, which handles rotary embeddings, masks made under ``no_grad``, keyword arguments, results in structures and
+    tied parameters. ``pipe_split()`` in a forward and annotated split points also end stages.
 
     Args:
         module: The model, in the mode it is to run in; it does not change.
