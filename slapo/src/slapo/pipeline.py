@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import build_program
 from slapo_pipeline.analysis import LiveValue, PipelineAnalysis, analyze_pipeline_module, module_stages
 from slapo_pipeline.describe import Traffic, boundary_bytes, describe, stage_code
-from slapo_pipeline.partition import PartitionedModule, StageArguments, analyze_tie_weights
+from slapo_pipeline.partition import PartitionedModule, StageArguments, analyze_tie_weights, for_any_values
 from slapo_pipeline.pipe import Pipe, pipeline
 from slapo_pipeline.program_of_pipe import program_of_pipe
 from slapo_pipeline.propagation import (
@@ -57,6 +57,7 @@ __all__ = [
     "build_program",
     "build_stage",
     "describe",
+    "for_any_values",
     "generate_pipeline_partition",
     "get_submod_name",
     "module_stages",

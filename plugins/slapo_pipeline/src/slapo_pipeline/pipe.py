@@ -171,9 +171,9 @@ def pipeline(
 ) -> Pipe:
     """Cut a model into stages that torch's pipeline schedules run.
 
-    It replaces ``torch.distributed.pipelining.pipeline`` and uses the tracer of schedules, which handles rotary embeddings,
-    masks made under ``no_grad``, keyword arguments, results in structures and tied parameters. ``pipe_split()`` in a forward
-    and annotated split points also end stages.
+    It replaces ``torch.distributed.pipelining.pipeline``, and its stages serve batches of any values. It uses the tracer of
+    schedules, which handles rotary embeddings, masks made under ``no_grad``, keyword arguments, results in structures and
+    tied parameters. ``pipe_split()`` in a forward and annotated split points also end stages.
 
     Args:
         module: The model, in the mode it is to run in; it does not change.
@@ -225,7 +225,7 @@ def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], p
     annotated = [cut for cut in annotated_points(module) if (str(cut), cut.where) not in known]
     all_cuts: list[str] = [*cuts, *annotated, *at_marks]
     check_cuts(module, all_cuts)
-    return Partitioner(module, all_cuts, None)
+    return Partitioner(module, all_cuts, None, any_values=True)
 
 
 def _transmit_choice(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:

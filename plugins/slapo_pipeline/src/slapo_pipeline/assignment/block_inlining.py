@@ -54,7 +54,7 @@ def divide_graph(root: nn.Module, traced: TracedModule, cuts: Sequence[str], inl
 
 
 def with_inlined_blocks(
-    root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], coarse: DividedGraph
+    root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], coarse: DividedGraph, any_values: bool = False
 ) -> DividedGraph | None:
     """Return the division of the model with blocks inlined, or None if it sends no fewer bytes than ``coarse``."""
     kinds = {type(root.get_submodule(path)) for path in _modules_with_several_crossing_values(coarse.assignment)}
@@ -62,7 +62,7 @@ def with_inlined_blocks(
     if not inlined:
         return None
     try:
-        found = divide_graph(root, trace_flat(root, inputs, cuts, inlined), cuts, inlined)
+        found = divide_graph(root, trace_flat(root, inputs, cuts, inlined, any_values), cuts, inlined)
     except SlapoError:
         return None  # the division with whole blocks is valid
     return found if found.boundary_bytes < coarse.boundary_bytes else None

@@ -113,7 +113,7 @@ class _Meter(fx.Interpreter):
         assert guard is not None
         values = argument_values(guard.parameters, (), units.inputs)
         inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
-        sandbox, before = Sandbox(units.root, inputs, fake=True), current_modes()
+        sandbox, before = Sandbox(units.root, inputs, fake=True, keeps_values=True), current_modes()
         try:
             with sandbox.open(grad=True), self.watch():
                 self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))

@@ -87,10 +87,18 @@ class Partitioner:
 
     Args:
         kept: Trace of the model from the search for cuts.
+        any_values: True for stages that serve batches of other values too, where the forward can be traced without values.
     """
 
-    def __init__(self, root: nn.Module, cuts: list[str], mesh: DeviceMesh | None, kept: CachedTrace | None = None) -> None:
-        self.root, self.cuts, self.mesh, self._kept = root, cuts, mesh, kept
+    def __init__(
+        self,
+        root: nn.Module,
+        cuts: list[str],
+        mesh: DeviceMesh | None,
+        kept: CachedTrace | None = None,
+        any_values: bool = False,
+    ) -> None:
+        self.root, self.cuts, self.mesh, self._kept, self.any_values = root, cuts, mesh, kept, any_values
         self._programs: OrderedDict[Any, list[_CachedProgram]] = OrderedDict()
         self._state = StateOwnership(root)
 
@@ -148,8 +156,9 @@ class Partitioner:
     def _cut(self, inputs: Mapping[str, Any]) -> _CachedProgram:
         kept, self._kept = self._kept and self._kept.pop_if_valid(self.root, inputs, self.cuts), None
         with without_root_hooks(self.root):
-            coarse = divide_graph(self.root, kept or trace_flat(self.root, inputs, self.cuts), self.cuts)
-            fine = with_inlined_blocks(self.root, inputs, self.cuts, coarse)
+            flat = kept or trace_flat(self.root, inputs, self.cuts, any_values=self.any_values)
+            coarse = divide_graph(self.root, flat, self.cuts)
+            fine = with_inlined_blocks(self.root, inputs, self.cuts, coarse, self.any_values)
         if fine is not None:
             try:
                 return self._program_of_graph(fine, inputs)
@@ -193,6 +202,24 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
+
+
+def for_any_values(program: Program, example_inputs: Any) -> Program:
+    """Return a program whose stages serve batches of any values, for users who run the stages themselves.
+
+    Stages take the branches that the forward takes for the values of their example inputs, such as no mask if nothing is
+    padded, and refuse a batch with another answer. An engine has a program for each answer. The stages of this program make
+    masks in any case. They still refuse a batch if the forward cannot be traced without values.
+
+    Args:
+        program: A program of a schedule with cuts; other programs are returned as they are.
+        example_inputs: Of the shapes of one micro-batch.
+    """
+    owner = getattr(program.replan, "__self__", None)
+    if not isinstance(owner, Partitioner) or owner.any_values:
+        return program
+    general = Partitioner(owner.root, owner.cuts, owner.mesh, any_values=True)
+    return general.program(owner.root.training, named_batch(owner.root, example_inputs))
 
 
 @contextmanager

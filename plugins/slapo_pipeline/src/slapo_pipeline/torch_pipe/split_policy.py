@@ -84,12 +84,12 @@ class PolicyPartitioner(Partitioner):
     """
 
     def __init__(self, root: nn.Module, policy: SplitPolicy) -> None:
-        super().__init__(root, [], None)
+        super().__init__(root, [], None, any_values=True)
         self._policy = policy
 
     def _cut(self, inputs: Mapping[str, Any]) -> Any:
         with without_root_hooks(self.root):
-            flat = trace_flat(self.root, inputs, list(_leaf_paths(self.root, "")))
+            flat = trace_flat(self.root, inputs, list(_leaf_paths(self.root, "")), any_values=True)
         marked = self._policy(flat)
         if not isinstance(marked, fx.GraphModule) or not _is_traced(marked.graph):
             raise BuildError(

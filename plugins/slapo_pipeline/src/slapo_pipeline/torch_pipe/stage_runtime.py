@@ -37,7 +37,8 @@ def build_stage(
         output: Function from the model's result to the schedule's, e.g. ``lambda result: result.loss``: a tensor or a tuple
             of tensors. Default: the result itself.
 
-    Gradients are exact under each schedule: see ``slapo_training.ExactStage``.
+    Gradients are exact under each schedule: see ``slapo_training.ExactStage``. A stage may serve only batches with the same
+    answers as the example inputs, such as nothing being padded; those of ``for_any_values(program, inputs)`` serve all.
 
     Raises:
         BuildError: no such stage, a stage that was not traced here, or a result that is neither a tensor nor a tuple of

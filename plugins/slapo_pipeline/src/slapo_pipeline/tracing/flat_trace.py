@@ -15,36 +15,49 @@ from slapo_core import ScheduleError, TraceError, named_inputs, split_inputs
 from slapo_tracing import trace_module
 from slapo_tracing.graphs import TracedModule
 from slapo_tracing.nodes import Snapshot, autocast_state, fingerprint, is_mode_node
+from slapo_tracing.tracers import ByValues
 
 from ._torch_private import replaced_pipe_split
 from .cuts import CUT_AT_MARKS, CUT_PIPELINE_STAGE, cut_where, is_at_mark, is_mark, mark
 
 
-def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str] = ()) -> TracedModule:
+def trace_flat(
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    cuts: Sequence[str],
+    inlined: Collection[str] = (),
+    any_values: bool = False,
+) -> TracedModule:
     """Trace the model with the modules around the cuts inlined, and those in ``inlined`` down to modules of ``torch.nn``.
 
     A model's own modules without parameters, such as rotary tables, are inlined: they often read only the shape of a hidden
     state, and then their result need not cross a boundary. If that trace fails they are one node each. A model that runs on
     real tensors only, as some with experts do, gets zeros for weights on the meta device.
+
+    The forward takes the branches that it takes for the values of these inputs: Transformers makes no mask if nothing is
+    padded. With ``any_values`` it takes, where it can, those for values that it does not know.
     """
+    by_values: ByValues = "needed" if any_values else "first"
     try:
-        return _trace(root, inputs, cuts, inlined)
+        return _trace(root, inputs, cuts, inlined, by_values)
     except TraceError:
         if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             raise
     with _zeros_for_meta(root):
-        return _trace(root, inputs, cuts, inlined)
+        return _trace(root, inputs, cuts, inlined, by_values)
 
 
-def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str]) -> TracedModule:
+def _trace(
+    root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], inlined: Collection[str], by_values: ByValues
+) -> TracedModule:
     parameterless: set[str] = set()
     with replaced_pipe_split(mark):
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, parameterless), by_values=by_values)
         except TraceError:
             if not parameterless:
                 raise
-            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, None), by_values=True)
+            return trace_module(root, inputs, leaf=_leaf(cuts, inlined, None), by_values=by_values)
 
 
 @contextmanager

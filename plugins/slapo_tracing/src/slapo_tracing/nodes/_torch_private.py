@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from .known_masks import with_positions
+from .known_masks import is_indexing_by_positions, with_positions
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees calls."""
@@ -40,6 +40,7 @@ def in_function_transform() -> bool:
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -59,6 +60,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drawn = 0
     value_reads = 0
     """Number of operators that read values of real tensors: their result, or its shape, depends on these."""
+    shape_reads = 0
+    """Number of those among them whose result has a shape that depends on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count(func)
@@ -75,11 +78,13 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     Attributes:
         keeps_values: True to compute with real values what depends on real tensors only.
         most_values: Number of elements from which such a result is fake; None to keep all.
+        communicates: False to refuse collectives of real tensors.
         dropped_values: True if a result was fake for its size.
     """
 
     keeps_values = False
     most_values: int | None = None
+    communicates = True
     dropped_values = False
 
     def __init__(self, **options: Any) -> None:
@@ -95,7 +100,9 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         """Run an operator on fake tensors."""
         self.count(func)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
-            self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
+            if not self.communicates and getattr(func, "namespace", "") in _COMMUNICATION:
+                raise UnknownValueError(f"{func} would send values while tracing")
+            self._count_reads(func, args)
             large = self._large_result(func, types, args, kwargs or {})
             return func(*args, **(kwargs or {})) if large is None else large
         if self.keeps_values and _changes_values(func, args, kwargs or {}):
@@ -107,6 +114,12 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
             return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
         return self._fake_result(func, types, args, kwargs)
+
+    def _count_reads(self, func: Any, args: Any) -> None:
+        tags = getattr(func, "tags", ())
+        if not _VALUE_TAGS.isdisjoint(tags) and not is_indexing_by_positions(func, args):
+            self.value_reads += 1
+            self.shape_reads += torch.Tag.dynamic_output_shape in tags
 
     def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         keeps, self.keeps_values = self.keeps_values, False  # tensors that torch makes to compute a fake are fakes

@@ -19,6 +19,15 @@ _INDEXING = frozenset(
 _SELECT = torch.ops.aten.masked_select.default
 
 
+def is_indexing_by_positions(func: Any, args: Any) -> bool:
+    """Return True if an operator indexes by integers alone: the shape of its result does not depend on their values."""
+    return func in _INDEXING and all(index is None or not _is_mask(index) for index in args[1])
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
 def with_positions(func: Any, args: Any, has_values: Callable[[Any], bool]) -> tuple[Any, Any]:
     """Return an operator and its arguments with each mask with values replaced by the positions of its true elements.
 
@@ -38,6 +47,6 @@ def with_positions(func: Any, args: Any, has_values: Callable[[Any], bool]) -> t
         return func, args
     positions: list[Any] = []
     for index in args[1]:
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and has_values(index)
-        positions += index.nonzero().unbind(1) if is_mask else [index]
+        is_known_mask = index is not None and _is_mask(index) and has_values(index)
+        positions += index.nonzero().unbind(1) if is_known_mask else [index]
     return func, (args[0], positions, *args[2:])

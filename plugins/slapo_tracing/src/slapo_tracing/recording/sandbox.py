@@ -33,6 +33,8 @@ class Sandbox:
         keeps_values: With ``fake``: the inputs are real, and so is everything computed from them alone.
         most_values: Number of elements from which that is fake; None for any number.
         answers: True to answer queries for values that are computed from the inputs alone, in the whole forward.
+        knows_constants: True to tell tensors from before that no module holds from new ones. The search for them may take
+            longer than a trace; without it they count as new, and ``met_constant`` tells that one may have been met.
         copies: Without ``fake``: parameters are copies, too, so that gradients do not reach the model's own. Weights on the
             meta device get small random numbers.
     """
@@ -49,6 +51,7 @@ class Sandbox:
         keeps_values: bool = False,
         most_values: int | None = None,
         answers: bool = False,
+        knows_constants: bool = True,
         copies: bool = False,
     ) -> None:
         self.root, self.fake, self.answers, self.copies = root, fake, answers, copies
@@ -57,7 +60,8 @@ class Sandbox:
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
         """Substitute (by id) to the model's own tensor."""
-        objects = [] if fake and not answers else gc.get_objects()
+        self.knows_constants, self.met_constant = knows_constants, False
+        objects = [] if not knows_constants or (fake and not answers) else gc.get_objects()
         self.before = {id(value): value for value in objects if issubclass(type(value), torch.Tensor)}
         self.state: dict[int, Snapshot] = {}
         """Module (by id) to its attributes before the forward runs."""
@@ -92,7 +96,17 @@ class Sandbox:
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor was created after the sandbox."""
-        return (not self.fake or self.answers) and id(tensor) not in self.before
+        if (self.fake and not self.answers) or id(tensor) in self.before:
+            return False
+        if not self.knows_constants and self._is_in_attribute(tensor):
+            return False
+        self.met_constant |= not self.knows_constants
+        return True
+
+    def _is_in_attribute(self, tensor: torch.Tensor) -> bool:
+        """Return True if a module held the tensor in an attribute before the forward ran."""
+        contents = (parts for snapshot in self.state.values() for _, parts in snapshot.parts.values())
+        return any(tensor is value for parts in contents for value in parts.values())
 
     @contextmanager
     def open(self, grad: bool) -> Iterator[None]:

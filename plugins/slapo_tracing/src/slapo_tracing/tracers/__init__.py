@@ -5,6 +5,6 @@ A tracer takes a module, example inputs and leaf modules, and returns a ``Traced
 """
 
 from .selection import Leaves, is_container, named_leaves, synthetic_inputs
-from .value_tracer import LeafKind, trace_again, trace_value
+from .value_tracer import ByValues, LeafKind, trace_again, trace_value
 
-__all__ = ["LeafKind", "Leaves", "is_container", "named_leaves", "synthetic_inputs", "trace_again", "trace_value"]
+__all__ = ["ByValues", "LeafKind", "Leaves", "is_container", "named_leaves", "synthetic_inputs", "trace_again", "trace_value"]

@@ -31,14 +31,18 @@ class _Known(NamedTuple):
 
     Args:
         module: The module.
+        given: Its arguments, which stay alive: those with values are known by their ids.
         result: Its result, with fake tensors.
         drawn: Number of operators that drew random numbers.
+        value_reads: Number of operators whose result depends on values.
         reads: Attributes that it read: place of the module inside, or the id of another one, and name.
     """
 
     module: nn.Module
+    given: list[Any]
     result: Any
     drawn: int
+    value_reads: int
     reads: list[tuple[int, bool, str]]
 
 
@@ -68,18 +72,21 @@ class RepeatedCalls:
             if _have_same_settings(known.module, module):
                 return self._repeat(known, module)
         versions = [each._version for each in given if isinstance(each, torch.Tensor)]
-        drawn, before = self._sandbox.watch.drawn, {place: set(ids) for place, ids in self._reads.items()}
+        drawn, value_reads = self._sandbox.watch.drawn, self._sandbox.mode.value_reads
+        before = {place: set(ids) for place, ids in self._reads.items()}
         result = call()
         unchanged = versions == [each._version for each in given if isinstance(each, torch.Tensor)]
         if unchanged and self._is_new(result, module, given) and not self._changed_state(module):
             reads = [*self._new_reads(module, before)]
-            self._known.setdefault(key, []).append(_Known(module, result, self._sandbox.watch.drawn - drawn, reads))
+            counts = self._sandbox.watch.drawn - drawn, self._sandbox.mode.value_reads - value_reads
+            self._known.setdefault(key, []).append(_Known(module, given, result, *counts, reads))
         return result
 
     def _can_repeat(self, module: nn.Module, given: list[Any]) -> bool:
-        if not self._sandbox.fake or self._sandbox.mode.keeps_values or not next(module.children(), None):
+        if not self._sandbox.fake or not next(module.children(), None):
             return False
-        if not all(isinstance(each, _PLAIN) or type(each) is private.FakeTensor for each in given):
+        keeps_values = self._sandbox.mode.keeps_values
+        if not all(isinstance(each, _PLAIN) or _is_known(each, keeps_values) for each in given):
             return False
         return all(map(_is_quiet, (hook for each in module.modules() for hook in _hooks(each))))
 
@@ -118,12 +125,17 @@ class RepeatedCalls:
             self._reads.setdefault((id(inside[owner]) if is_inside else owner, name), set()).add(id(module))
         result = map_tensors(known.result, self._fresh)
         self._sandbox.watch.drawn += known.drawn
+        self._sandbox.mode.value_reads += known.value_reads
         return result
 
     def _fresh(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new tensor like a result; with a gradient, it is no leaf."""
         found = self._sandbox.fake_of(tensor.detach())
         return found.requires_grad_().clone() if tensor.requires_grad else found
+
+
+def _is_known(value: Any, keeps_values: bool) -> bool:
+    return type(value) is private.FakeTensor or (keeps_values and type(value) is torch.Tensor and private.has_values(value))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -136,13 +148,18 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _facts(value: Any) -> Hashable:
-    """Return what a call depends on of its arguments: shapes and types, which of them are the same, and plain values."""
+    """Return what a call depends on of its arguments: shapes and types, which of them are the same, and plain values.
+
+    Tensors with values are told apart by their ids and versions.
+    """
     seen: dict[int, int] = {}
 
     def describe(part: Any) -> Hashable:
         if isinstance(part, torch.Tensor):
             place = seen.setdefault(id(part), len(seen))
             memory = part.storage_offset(), part.untyped_storage().nbytes()
+            if private.has_values(part):
+                return (id(part), part._version, part.requires_grad)
             return (place, tuple(part.shape), part.stride(), part.dtype, str(part.device), part.requires_grad, memory)
         if isinstance(part, dict):
             return (type(part), *((key, describe(each)) for key, each in part.items()))

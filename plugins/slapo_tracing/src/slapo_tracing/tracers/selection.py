@@ -18,7 +18,7 @@ from ..nodes.forward_wrapping import own_forward
 from ..nodes.opaque_modules import as_original, is_opaque
 from .export_tracer import trace_export
 from .fx_tracer import trace_fx, tracer_class
-from .value_tracer import AssignedValues, LeafKind, Plan, trace_value
+from .value_tracer import AssignedValues, ByValues, LeafKind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -37,7 +37,7 @@ def trace_module(
     leaf: Leaf = lambda path, module: False,
     tracer: Any = None,
     concrete_args: Mapping[str, Any] | None = None,
-    by_values: bool = False,
+    by_values: ByValues = "never",
     **options: Any,
 ) -> TracedModule:
     """Return one flat graph of a module's own forward, down to its leaves. The module is not changed.
@@ -63,8 +63,9 @@ def trace_module(
         leaf: ``leaf(path, module)`` returns True to keep this module whole. Modules with hooks or a wrapped forward always are.
         tracer: As for ``trace``.
         concrete_args: Further arguments, not tensors.
-        by_values: True to answer queries for values that are computed from the inputs alone with those of the example inputs.
-            The graph has a node ``expect`` for each answer, which fails if the answer differs.
+        by_values: Answers to queries for values that are computed from the inputs alone, with those of the example inputs:
+            ``"never"``; ``"needed"``, if the forward cannot be traced without; or ``"first"``, so that the graph is the one of
+            a run on real tensors. The graph has a node ``expect`` for each answer, which fails if the answer differs.
         **options: Options of ``trace``, which is called if any is given, or if there are no example inputs.
 
     Raises:
@@ -129,7 +130,7 @@ def trace(
         target: Path of the module to trace, on its arguments when ``model`` runs.
         symbolic: True to make sizes nodes of the graphs, so that one serves every batch size and sequence length.
         open_modules: Classes of ``torch.nn`` that are not kept whole.
-        assigned: Treatment of values that the forward leaves in attributes, see ``value_tracer.Request``; for one graph only.
+        assigned: Treatment of values that the forward leaves in attributes, see ``session.Request``; for one graph only.
 
     Raises:
         TraceError: the forward cannot be traced; names the model's source line.
