@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_plan.recording import OperatorRecorder
@@ -130,3 +131,12 @@ def test_functional_collectives_are_recorded() -> None:
     functional = torch.ops._c10d_functional
     gathered = _recorded(lambda: functional.wait_tensor(functional.all_gather_into_tensor(given, 4, name)))
     assert gathered == [CollectiveRecord("all_gather", 512, (0, 1, 2, 3))]
+
+
+def test_operators_under_a_checkpoint_are_hooked() -> None:
+    model, given = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.ones(2, 4)
+    with OperatorRecorder() as recorder:
+        torch.autograd.backward(checkpoint(model, given, use_reentrant=False).sum())
+    hooked = [(record.name, record.hooked) for record in recorder.records if isinstance(record, OperatorRecord)]
+    assert hooked.count(("aten.addmm", True)) == 2, "forward and recomputation"
+    assert ("aten.sum", False) in hooked
