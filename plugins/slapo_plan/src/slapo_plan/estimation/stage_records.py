@@ -17,6 +17,7 @@ from slapo_training import StageRunner
 from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.graph_signature import graph_signature
 from ..measurement.model_errors import NEEDS_VALUES
+from ..measurement.repeated_blocks import Trims
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
 from ..recording.segments import PassRecord
@@ -34,8 +35,13 @@ _LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it i
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
 
-_ATTEMPTS = ((MOST_VALUES, True), (None, True), (None, False))
-"""Largest computed value, and whether blocks are left out; each is for models that do not run with the one before."""
+_ATTEMPTS: tuple[tuple[int | None, Trims], ...] = (
+    (MOST_VALUES, "all"),
+    (MOST_VALUES, "largest"),
+    (None, "all"),
+    (None, "none"),
+)
+"""Largest computed value, and the runs of which blocks are left out; each is for models that do not run with those before."""
 
 
 def stage_records(
@@ -75,7 +81,7 @@ def stage_records(
             note = note or _LSTM
         whole = partial(runner.whole_tensors, program, index)
 
-        def run(most_values: int | None, trims: bool) -> StageRecord:
+        def run(most_values: int | None, trims: Trims) -> StageRecord:
             held, how = runner.parameters(program, index), (most_values, trims, bool(note))
             found = run_stage(stage, part, forward, optimizer, held, index in split, *how, whole)
             return replace(found, notes=(note,) if note else ())
@@ -100,7 +106,7 @@ def stage_records(
     return [found[stage.index] for stage in program.stages]
 
 
-def _first_that_runs(run: Callable[[int | None, bool], StageRecord]) -> StageRecord:
+def _first_that_runs(run: Callable[[int | None, Trims], StageRecord]) -> StageRecord:
     for attempt in _ATTEMPTS[:-1]:
         try:
             return run(*attempt)

@@ -23,7 +23,7 @@ from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segme
 from ..recording.storage_tracker import resizes_noted, storage_bytes
 from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals
-from .repeated_blocks import LONGEST_PATTERN, block_runs, trimmed_runs
+from .repeated_blocks import LONGEST_PATTERN, Trims, block_runs, largest_run, trimmed_runs
 from .segmented_stage import SegmentedStage
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
@@ -41,7 +41,7 @@ def run_stage(
     parameters: StageParameters | None = None,
     splits: bool = False,
     most_values: int | None = None,
-    trims: bool = True,
+    trims: Trims = "all",
     with_values: bool = False,
     whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None] = lambda optimizer: None,
 ) -> StageRecord:
@@ -57,13 +57,15 @@ def run_stage(
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
         most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
-        trims: False to run all blocks, for a model that does not run without some.
+        trims: Runs of blocks of which some are left out: all; the one with the most parameters, for a model that reads the
+            outputs of others by their numbers, as Llava does of its vision tower; or none.
         with_values: True to run on real copies of the weights, random ones in place of those on meta.
         whole_tensors: Makes the step of an optimizer that steps whole tensors; None for any other optimizer.
     """
     held = parameters or StageParameters()
-    is_trimmed = trims and held.units_ahead is not None
+    is_trimmed = trims != "none" and held.units_ahead is not None
     runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
+    runs = largest_run(runs) if trims == "largest" else runs
     nbytes, numbers = held.sizes(stage.module)
     buffers = storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
