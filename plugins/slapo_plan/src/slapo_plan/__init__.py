@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .hardware import Hardware, calibrate
     from .measurement.engine_run import MeasuredStep, measure_step
     from .measurement.fake_process_group import fake_ranks
-    from .search.plan import Plan, plan
+    from .search.candidates import Candidate
+    from .search.layouts import Rejection
+    from .search.plan import CHECKPOINT_POLICIES, Plan, plan
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -29,17 +31,22 @@ else:
             "measurement.fake_process_group": ["fake_ranks"],
             "hardware": ["Hardware", "calibrate"],
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
-            "search.plan": ["Plan", "plan"],
+            "search.candidates": ["Candidate"],
+            "search.layouts": ["Rejection"],
+            "search.plan": ["CHECKPOINT_POLICIES", "Plan", "plan"],
         },
     )
 
 __all__ = [
+    "CHECKPOINT_POLICIES",
+    "Candidate",
     "CollectiveTotal",
     "Estimate",
     "Hardware",
     "LinkTotal",
     "MeasuredStep",
     "Plan",
+    "Rejection",
     "TrafficMatrix",
     "calibrate",
     "estimate",

@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import SlapoError
+from slapo_core import SlapoError, UnknownNameError
 
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from .candidates import Candidate
 from .layouts import Rejection, check_constraints
+from .model_measurement import CHECKPOINTS
 from .model_source import ModelSource
+
+CHECKPOINT_POLICIES = ("none", *CHECKPOINTS)
+"""Policies of a block, from the one that recomputes least."""
 
 
 @dataclass
@@ -73,6 +77,36 @@ class Plan:
         """Return the estimate of a candidate's real schedule, by default the best: exact in memory and traffic."""
         assert self._source is not None
         return self._source.estimate(candidate or self.best)
+
+    def with_policy(self, candidate: Candidate, policy: str) -> Candidate | Rejection:
+        """Return a candidate with one checkpoint policy for all blocks, or why it does not fit.
+
+        Args:
+            candidate: A candidate of this plan.
+            policy: One of ``CHECKPOINT_POLICIES``.
+        """
+        assert self._source is not None
+        if policy not in CHECKPOINT_POLICIES:
+            raise UnknownNameError.of("checkpoint policy", policy, CHECKPOINT_POLICIES)
+        return self._source.with_policy(candidate, policy)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was planned."""
+        assert self._source is not None
+        return self._source.model
+
+    @property
+    def target(self) -> str:
+        """Name of the engine's dialect."""
+        assert self._source is not None
+        return self._source.target
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of ``build`` that all candidates have, with the optimizer."""
+        assert self._source is not None
+        return self._source.options
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""

@@ -64,7 +64,9 @@ def _both(part: Part, seconds: PartSeconds) -> float:
     return seconds(part.forward) + seconds(part.next_backward)
 
 
-def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds) -> list[StageCost]:
+def stage_costs(
+    record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds, policy: str = ""
+) -> list[StageCost]:
     """Return the stages of a layout, each rank with the least recomputation that fits.
 
     Args:
@@ -72,6 +74,7 @@ def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds
         layout: The layout.
         facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
+        policy: Checkpoint policy of all blocks, whether it fits or not; empty for the least recomputation.
     """
     stages = sum(map(len, facts.stages.values()))
     counts = split_blocks(record, stages, seconds) if stages > 1 else [len(record.paths)]
@@ -79,7 +82,7 @@ def stage_costs(record: ModelRecord, layout: Layout, facts: EngineFacts, seconds
     found: dict[int, StageCost] = {}
     for rank, own in facts.stages.items():
         blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
-        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs()
+        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs(policy)
     return [found[stage] for stage in range(stages)]
 
 
@@ -110,9 +113,13 @@ class _Rank:
             found = replace(found, sent=0)
         return replace(found, sent_back=0) if stage - 1 in self.stages else found
 
-    def costs(self) -> dict[int, StageCost]:
-        """Return the cost of each stage."""
-        policies, peak = self._least_recomputation(self.seconds.hardware.usable_bytes)
+    def costs(self, policy: str = "") -> dict[int, StageCost]:
+        """Return the cost of each stage, with the least recomputation that fits or one policy for all blocks."""
+        if policy:
+            policies = dict.fromkeys((block for blocks in self.blocks for block in blocks), policy)
+            peak = self._peak(policies)
+        else:
+            policies, peak = self._least_recomputation(self.seconds.hardware.usable_bytes)
         found = {}
         for stage, ends, blocks in zip(self.stages, self.ends, self.blocks, strict=True):
             own = [policies[block] for block in blocks]
