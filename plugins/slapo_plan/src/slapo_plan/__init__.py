@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .measurement.fake_process_group import fake_ranks
     from .search.candidates import Candidate
     from .search.layouts import Rejection
-    from .search.plan import CHECKPOINT_POLICIES, Plan, plan
+    from .search.plan import Plan, plan
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -33,12 +33,11 @@ else:
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
             "search.candidates": ["Candidate"],
             "search.layouts": ["Rejection"],
-            "search.plan": ["CHECKPOINT_POLICIES", "Plan", "plan"],
+            "search.plan": ["Plan", "plan"],
         },
     )
 
 __all__ = [
-    "CHECKPOINT_POLICIES",
     "Candidate",
     "CollectiveTotal",
     "Estimate",

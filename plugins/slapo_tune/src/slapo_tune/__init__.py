@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .schedule_space.schedule_file import RUN_SYMBOLS, schedule_values
     from .schedule_space.schedule_space import ScheduleSpace
     from .schedule_tuning import InterruptedTuning, tune
+    from .search import print_progress
     from .study.trial_result import TrialResult
     from .tune_result import TuneResult
 else:
@@ -42,6 +43,7 @@ else:
             "schedule_space.schedule_space": ["ScheduleSpace"],
             "schedule_tuning": ["InterruptedTuning", "tune"],
             "result_output": ["show_result"],
+            "search": ["print_progress"],
             "study.trial_result": ["TrialResult"],
             "tune_result": ["TuneResult"],
         },
@@ -61,6 +63,7 @@ __all__ = [
     "TrialResult",
     "TuneError",
     "TuneResult",
+    "print_progress",
     "schedule_values",
     "show_result",
     "tune",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slapo_core import SlapoError
 
@@ -11,13 +13,14 @@ from .study.trial_result import REFUSED
 from .tune_result import TuneResult
 
 
-def show_result(result: TuneResult, save: str = "", page: str = "") -> int:
+def show_result(result: TuneResult, save: str = "", page: str = "", model: Mapping[str, Any] | None = None) -> int:
     """Print the best configuration, write the files that were asked for, and return the exit status.
 
     Args:
         result: The result.
         save: Path of a schedule file for the best, or ``""``.
         page: Path of the page, or ``""``.
+        model: Flags of ``slapo train`` for the model and its batch, which the schedule file brings along.
     """
     status = 0 if result.best is not None else 1
     if result.best is not None:
@@ -30,7 +33,7 @@ def show_result(result: TuneResult, save: str = "", page: str = "") -> int:
         print(f"tune: no throughput after {counted} trials{last}", file=sys.stderr)
     try:
         if save and result.best is not None:
-            result.save(save)
+            result.save(save, model)
             print(f"tune: the best schedule is {Path(save)}", file=sys.stderr)
         if page:
             result.report(page)

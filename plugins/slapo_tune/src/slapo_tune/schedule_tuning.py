@@ -16,8 +16,8 @@ from slapo_plan import Plan
 
 from .measurement.job import AXES, MeasurementSettings, TrialJob, adamw
 from .measurement.step_timing import LEAST_STEPS
-from .sampling.search_plan import Predictions, SearchPlan
 from .planned_job import planned_job
+from .sampling.search_plan import Predictions, SearchPlan
 from .schedule_space.planned_space import PlannedSpace
 from .schedule_space.schedule_file import SpaceFunction, copy_schedule
 from .search import Budget, print_progress
@@ -117,7 +117,6 @@ def tune(
     """
     if MARK in os.environ:
         raise TuneError("tune: called while a trial imports the script; call it under `if __name__ == '__main__':`")
-    _check_numbers(trials, timeout, seconds)
     if unknown := set(layout or ()) - set(AXES):
         raise TuneError(f"tune: layout has {sorted(unknown)[0]!r}; its axes are pp, dp and tp")
     job = TrialJob(
@@ -133,18 +132,16 @@ def tune(
         seed=seed,
         measurement=measurement or MeasurementSettings(),
     )
-    planned: PlannedSpace | None = None
-    if isinstance(schedule, Plan):
-        if prune is not None:
-            raise TuneError("tune: prune is for a schedule that is no plan; leave it out")
-        prune = planned = PlannedSpace(schedule)
-        job = planned_job(job, schedule, planned)
-    else:
-        job = replace(job, schedule=schedule if callable(schedule) else os.path.abspath(schedule))
+    job, planned = _with_schedule(job, schedule)
+    if planned and prune is not None:
+        raise TuneError("tune: prune is for a schedule that is no plan; leave it out")
+    function = job.space_function()
+    if isinstance(job.schedule, str):
+        job = replace(job, schedule=os.path.abspath(job.schedule))
     job = replace(job, device=_resolve_device(device, planned.candidates[0].settings if planned else job.layout))
     stopping = make_pruner(pruner, LEAST_STEPS, max(job.measurement.max_steps, LEAST_STEPS))
-    subject = ScheduleSubject(job, job.space_function(), timeout, name)
-    settings = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(prune), verify, seed, stopping)
+    settings = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(planned or prune), verify, seed, stopping)
+    subject = ScheduleSubject(job, function, timeout, name)
     write: WriteSchedule = planned.save if planned else subject.steps_source
     if isinstance(job.schedule, str):
         write = partial(copy_schedule, job.schedule)
@@ -160,12 +157,14 @@ def tune(
     return result
 
 
-def _check_numbers(trials: int, timeout: float | None, seconds: float | None) -> None:
-    if type(trials) is not int or trials < 1:
-        raise TuneError(f"tune: trials is {trials!r}; give a whole number from 1 on")
-    for name, number in (("timeout", timeout), ("seconds", seconds)):
-        if number is not None and (not isinstance(number, (int, float)) or not number > 0):
-            raise TuneError(f"tune: {name} is {number!r}; give seconds above 0, or None")
+def _with_schedule(
+    job: TrialJob, schedule: Callable[..., Any] | str | os.PathLike[str] | Plan
+) -> tuple[TrialJob, PlannedSpace | None]:
+    """Return a job with its schedule, and the space of a plan."""
+    if isinstance(schedule, Plan):
+        planned = PlannedSpace(schedule)
+        return planned_job(job, schedule, planned), planned
+    return replace(job, schedule=schedule if callable(schedule) else os.fspath(schedule)), None
 
 
 def _resolve_device(device: str, layout: Mapping[str, int]) -> str:

@@ -96,16 +96,18 @@ class ModelSource:
                 space.rejected.append(refined)
         return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
 
-    def with_policy(self, candidate: Candidate, policy: str) -> Candidate | Rejection:
-        """Return a candidate with one checkpoint policy for all blocks, or why it does not fit.
+    def recomputations(self, candidate: Candidate) -> dict[str, Candidate | Rejection]:
+        """Return a candidate with one checkpoint policy for all blocks, or why that does not fit, by policy.
 
         Its seconds are the candidate's, times the ratio that the costs of the parts give.
         """
-        layout = candidate.layout
-        found, least = self._cost(layout, policy=policy), self._cost(layout)
-        if isinstance(found, Rejection) or isinstance(least, Rejection):
-            return found
-        return found.with_seconds_times(candidate.step_seconds / least.step_seconds)
+        layout, record = candidate.layout, self._record(candidate.layout, cuts=False)
+        least = self._cost(layout)
+        if isinstance(record, str) or isinstance(least, Rejection) or not record.paths:
+            return {}
+        ratio = candidate.step_seconds / least.step_seconds
+        costs = {policy: self._cost(layout, policy=policy) for policy in record.blocks}
+        return {name: each if isinstance(each, Rejection) else each.with_seconds_times(ratio) for name, each in costs.items()}
 
     def _cost(self, layout: Layout, *, cuts: bool = False, policy: str = "") -> Candidate | Rejection:
         facts = self._engine.facts(layout)
@@ -114,8 +116,6 @@ class ModelSource:
         record = self._record(layout, cuts=cuts)
         if isinstance(record, str):
             return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
-        if policy and policy not in record.blocks:
-            return Rejection(layout._asdict(), f"its blocks were not measured with the checkpoint policy {policy!r}")
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         return candidate_of(record, layout, facts, self._seconds, self._engine.build_options(layout), dtype, policy)
 

@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import SlapoError, UnknownNameError
+from slapo_core import SlapoError
 
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from .candidates import Candidate
 from .layouts import Rejection, check_constraints
-from .model_measurement import CHECKPOINTS
 from .model_source import ModelSource
-
-CHECKPOINT_POLICIES = ("none", *CHECKPOINTS)
-"""Policies of a block, from the one that recomputes least."""
 
 
 @dataclass
@@ -78,17 +74,13 @@ class Plan:
         assert self._source is not None
         return self._source.estimate(candidate or self.best)
 
-    def with_policy(self, candidate: Candidate, policy: str) -> Candidate | Rejection:
-        """Return a candidate with one checkpoint policy for all blocks, or why it does not fit.
+    def recomputations(self, candidate: Candidate) -> dict[str, Candidate | Rejection]:
+        """Return a candidate with one checkpoint policy for all of its blocks, or why that does not fit, by policy.
 
-        Args:
-            candidate: A candidate of this plan.
-            policy: One of ``CHECKPOINT_POLICIES``.
+        The policies are those with which the blocks were measured, ``"none"`` first.
         """
         assert self._source is not None
-        if policy not in CHECKPOINT_POLICIES:
-            raise UnknownNameError.of("checkpoint policy", policy, CHECKPOINT_POLICIES)
-        return self._source.with_policy(candidate, policy)
+        return self._source.recomputations(candidate)
 
     @property
     def model(self) -> nn.Module:

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slapo_core import Schedule
-from slapo_plan import CHECKPOINT_POLICIES, Candidate, Plan, Rejection
+from slapo_plan import Candidate, Plan, Rejection
 
+from ..search_space.space import Space
 from ..search_space.symbol import TuneError
 from .schedule_space import ScheduleSpace, configuration_key, value_key
 
 CHECKPOINTING = "checkpointing"
 """Symbol of the checkpoint policy of all blocks."""
+
+KEEP = "none"
+"""Its value where nothing is recomputed."""
 
 LEAST = "least"
 """Its value for blocks with several policies: the least recomputation with which the layout fits."""
@@ -96,6 +100,8 @@ class PlannedSpace:
     def save(self, values: Values, path: Path) -> None:
         """Write the schedule of a configuration, with its layout and options of ``build``, as a Python schedule file."""
         self.candidate(values).save(path)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n")
 
     def candidate(self, values: Values) -> Candidate:
         """Return the candidate of a configuration.
@@ -106,7 +112,7 @@ class PlannedSpace:
         found = self._configurations.get(configuration_key(values))
         if found is None or found.candidate is None:
             reason = found.reason if found else "the plan has no such configuration; use another database or name"
-            raise TuneError(f"{ScheduleSpace(values)!r}: {reason}")
+            raise TuneError(f"{Space.cfg_dict_to_str(dict(values))}: {reason}")
         return found.candidate
 
     @property
@@ -134,14 +140,15 @@ def _is_layout(rejection: Rejection) -> bool:
 def _recomputations(plan: Plan, candidate: Candidate) -> Iterator[PlannedConfiguration]:
     """Yield a candidate as it is, and with each checkpoint policy for all of its blocks."""
     values, own = layout_values(candidate.settings), {*candidate.policies}
-    name = next(iter(own)) if len(own) == 1 else LEAST if own else CHECKPOINT_POLICIES[0]
+    name = next(iter(own)) if len(own) == 1 else LEAST if own else KEEP
     yield PlannedConfiguration({**values, CHECKPOINTING: name}, candidate)
-    for policy in CHECKPOINT_POLICIES if own else ():
+    for policy, found in plan.recomputations(candidate).items():
         if policy != name:
-            found = plan.with_policy(candidate, policy)
             settings = {**values, CHECKPOINTING: policy}
-            is_possible = isinstance(found, Candidate)
-            yield PlannedConfiguration(settings, found if is_possible else None, "" if is_possible else found.reason)
+            if isinstance(found, Candidate):
+                yield PlannedConfiguration(settings, found)
+            else:
+                yield PlannedConfiguration(settings, None, found.reason)
 
 
 def _symbol_tree(configurations: Sequence[PlannedConfiguration]) -> dict[tuple[str, ...], tuple[str, list[Any]]]:
