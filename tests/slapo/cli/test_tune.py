@@ -153,6 +153,11 @@ def test_a_planner_s_file_sets_the_flags(folder: Path) -> None:
             ("--model", "llama", "--schedule", "planned.py"),
             "--model llama: the schedule planned.py is for gpt2; leave ",
         ),
+        (("--model", "gpt2", "--ranks", "-2"), "--ranks -2: not a positive number; use 1 or more"),
+        (("--model", "gpt2", "--save", "best.txt"), "--save best.txt: a schedule file is Python; end its name in .py"),
+        (("--model", "gpt2", "--save", "no/best.py"), "--save no/best.py: its folder is not there, or cannot be written to"),
+        (("--schedule", "space.py", "--report", "no/tune.html", "train.py"), "--report no/tune.html: its folder is not there"),
+        (("--model", "gpt2", "--seconds", "-3"), "tune: seconds is -3.0; give seconds above 0, or None"),
         (("--schedule", "space.py", "--trials", "0", "train.py"), "tune: trials is 0; give a whole number from 1 on"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,26 @@ from typing import Any
 
 from slapo_core import SlapoError
 
+from .search_space.symbol import TuneError
 from .study.trial_result import REFUSED
 from .tune_result import TuneResult
+
+
+def check_outputs(save: str = "", page: str = "") -> None:
+    """Refuse files of a result that cannot be written, before the first trial.
+
+    Args:
+        save: Path of a schedule file for the best, or ``""``.
+        page: Path of the page, or ``""``.
+
+    Raises:
+        TuneError: the schedule file does not end in ``.py``, or a folder is not there or cannot be written to.
+    """
+    if save and not save.endswith(".py"):
+        raise TuneError(f"--save {save}: a schedule file is Python; end its name in .py")
+    for flag, name in (("--save", save), ("--report", page)):
+        if name and (Path(name).is_dir() or not os.access(Path(os.path.realpath(name)).parent, os.W_OK)):
+            raise TuneError(f"{flag} {name}: its folder is not there, or cannot be written to; choose another file")
 
 
 def show_result(result: TuneResult, save: str = "", page: str = "", model: Mapping[str, Any] | None = None) -> int:

@@ -228,6 +228,8 @@ class Search:
         counted = sum(each.state != REFUSED for each in results)
         best = best_of(results)
         line = f"trial {counted}/{self._budget.trials} {result} in {result.wall_seconds:.1f} s"
+        if result.state == REFUSED:
+            line = str(result)
         line += f"; best so far {best.throughput:.5g} samples/s, trial {best.number}" if best else "; none has a throughput yet"
         if self._budget.seconds is not None:
             line += f"; {max(0.0, self._remaining_seconds()):.0f} s left"

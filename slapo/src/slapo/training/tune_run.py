@@ -14,7 +14,7 @@ import torch
 from slapo_core import ScheduleError, SlapoError, init_empty_weights
 from slapo_plan import Hardware, Plan, plan
 from slapo_report import format_count
-from slapo_tune import InterruptedTuning, TuneResult, print_progress, show_result, tune
+from slapo_tune import Budget, InterruptedTuning, TuneResult, check_outputs, print_progress, show_result, tune
 
 from ..run_data.settings import VOCABULARY, Settings, SettingsError, is_folder
 from .models import build_model
@@ -34,6 +34,7 @@ def run_tuning(
     *,
     trials: int,
     timeout: float | None,
+    seconds: float | None = None,
     save: str = "",
     page: str = "",
     options: Mapping[str, Any] | None = None,
@@ -48,6 +49,7 @@ def run_tuning(
         constraints: Values of ``tp``, ``pp`` and ``dp`` that the plan's layouts must have.
         trials: Trials in the study.
         timeout: Seconds of a trial; None for any.
+        seconds: Seconds of the search; None for any.
         save: Path of a schedule file for the best, or ``""``.
         page: Path of the page, or ``""``.
         options: Of ``build``, which symbols replace.
@@ -57,13 +59,21 @@ def run_tuning(
         SlapoError: the settings, the space or the database cannot be used.
     """
     replace(settings, microbatches=1, tp=1, pp=1, dp=1).check()
+    if ranks < 0:
+        raise SettingsError(f"--ranks {ranks}: not a positive number; use 1 or more")
+    check_outputs(save, page)
+    Budget(trials, seconds)
     generator = torch.Generator().manual_seed(settings.seed)
     ids = torch.randint(VOCABULARY, (settings.batch, settings.seq), generator=generator)
     with without_warnings():
         given: dict[str, Any] = {"layout": {axis: getattr(settings, axis) for axis in _AXES}, **(options or {})}
         schedule: Any = settings.schedule
         if not schedule:
-            schedule = plan_layouts(settings, ranks or settings.world_size, hardware, constraints or {}, options or {})
+            try:
+                schedule = plan_layouts(settings, ranks or settings.world_size, hardware, constraints or {}, options or {})
+            except KeyboardInterrupt:
+                print_progress("interrupted by SIGINT while it planned; no trial was started")
+                raise
             given = {}
         try:
             result = tune(
@@ -72,6 +82,7 @@ def run_tuning(
                 {"input_ids": ids, "labels": ids},
                 trials=trials,
                 timeout=timeout,
+                seconds=seconds,
                 target=settings.target,
                 device=settings.device,
                 name=study_name(settings),

@@ -206,7 +206,7 @@ def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seco
     filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
     pipeline = layout.microbatches * slowest + filling
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
-    return pipeline + max(each.after for each in stages), bubble
+    return pipeline + max(each.after for each in stages), max(0.0, bubble)
 
 
 def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float:

@@ -160,8 +160,11 @@ def plan(
 
     Raises:
         UnknownNameError: no such hardware, target or constraint.
-        SlapoError: constraints contradict each other, or the model does not run on fake tensors.
+        SlapoError: a number is none, constraints contradict each other, or the model does not run on fake tensors.
     """
+    for name, number in (("ranks", ranks), ("global_batch", global_batch)):
+        if type(number) is not int or number < 1:
+            raise SlapoError(f"plan: {name} is {number!r}; give a whole number from 1 on")
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     source = ModelSource(model, batch, target, options, cluster.for_job(ranks))
     candidates, rejected = source.search(ranks, global_batch, check_constraints(constraints or {}))

@@ -28,7 +28,7 @@ from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
 from ..trial.reports import Prune, ReportReader
 from ..trial.throughput import printed_result
-from .subject import last_line, output_problem, printed_error, trial_result
+from .subject import last_line, output_problem, own_error, trial_result
 
 _COMMON_OPTIONS = ("microbatches", "precision", "clip")
 """Options of every target; the hook ``slapo_before_build`` sees only the others, as in ``slapo.build``."""
@@ -135,7 +135,7 @@ class ScheduleSubject:
         if output.exit_code == 0 and found is not None:
             return "" if found["verified"] else f"not the same as the unmodified model: {found['report']}"
         problem = output_problem(output, self._timeout, "the verification") or "the verification printed no verdict"
-        return f"not verified: {printed_error(output.stdout) or problem}"
+        return f"not verified: {own_error(output) or problem}"
 
     def _run(
         self,

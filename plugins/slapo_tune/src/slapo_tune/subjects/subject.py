@@ -13,6 +13,9 @@ from ..trial.process import Interruption, TrialOutput, signal_name
 from ..trial.reports import Prune, ReportReader, interval_of
 from ..trial.throughput import error_tail, invalid_throughput
 
+SILENT_END = "was ended by exit code"
+"""End of the error of a rank that left no words, in front of the code."""
+
 
 class Subject(Protocol):
     """Schedule or script whose configurations are tried.
@@ -79,7 +82,7 @@ def trial_result(
         problem = f"{what} printed what cannot be compared: {reason}"
     limit = time_limit if output.timed_out else None
     if problem:
-        own = printed_error(output.stdout)
+        own = own_error(output)
         words = error_tail(output.text)
         said = own or f"{problem}; " + (f"the end of its output: {words}" if words else "it printed nothing")
         return TrialResult(number, values, FAILED, message=said, wall_seconds=round(output.seconds, 3), time_limit=limit)
@@ -102,6 +105,13 @@ def trial_result(
 def printed_error(text: str) -> str:
     """Return the ``error`` of the last line of JSON that has one, or ``""``."""
     return str((last_line(text, lambda found: isinstance(found.get("error"), str)) or {}).get("error", ""))
+
+
+def own_error(output: TrialOutput) -> str:
+    """Return the error that a trial printed, or ``""``; with the end of its output if a rank left no words of its own."""
+    error = printed_error(output.stdout)
+    words = error_tail(output.stderr)
+    return f"{error}; the end of its output: {words}" if error.rpartition(" ")[0].endswith(SILENT_END) and words else error
 
 
 def last_line(text: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
