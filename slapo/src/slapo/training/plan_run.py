@@ -66,7 +66,7 @@ def run_plan(settings: PlanSettings) -> Answer:
         SlapoError: unknown hardware, a model that does not run on fake tensors, or a file that cannot be written.
     """
     hardware = Hardware.load(settings.hardware)
-    with _without_warnings():
+    with without_warnings():
         settings, found, words = _answer(settings, hardware)
         notes = _write(settings, found, hardware) if found.candidates else []
     if settings.as_json:
@@ -198,7 +198,7 @@ def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware, estimate
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Leave out the log's notes on checks that a search turns off, and its warnings about layouts that it tries."""
     logger = get_logger()
     level = logger.level
