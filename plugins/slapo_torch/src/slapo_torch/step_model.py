@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from slapo_core import BuildError, Program, shard_spec
+from slapo_core import BuildError, Program
 from slapo_training import (
     CollectiveRecord,
     MemoryRules,
@@ -21,15 +20,16 @@ from slapo_training import (
     StageParameters,
     StageRunner,
     StepFacts,
+    StepGroups,
     StepModel,
 )
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
-from slapo_training.optimizers import FakeWholeTensors, SplitTensor, update_dependence
+from slapo_training.optimizers import FakeWholeTensors, update_dependence
 
-from .fsdp.wrap_policy import can_shard
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
+from .split_tensors import split_tensors
 from .step.stage_call import StageCall, autocast_context
 
 _STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
@@ -90,8 +90,11 @@ class TorchStepModel(StepModel):
         given, runner = options.optimizer, TorchStageRunner(program, options)
         if isinstance(given, torch.optim.Optimizer):
             given = partial(type(given), **given.defaults)
-        if given is not None and any(runner.whole_tensors(program, each.index, given) for each in program.stages):
-            found.append("the optimizer steps whole tensors, whose messages between ranks are not counted")
+        whole = [] if given is None else [runner.whole_tensors(program, each.index, given) for each in program.stages]
+        if any(each is not None and each.may_step_in_place for each in whole):
+            found.append(
+                "the optimizer steps whole tensors; large ones that it could step in place are counted as sent to an owner"
+            )
         return found
 
     @classmethod
@@ -147,32 +150,18 @@ class TorchStageRunner(StageRunner):
 
     def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
         trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
-        split, others = self._split_tensors(program, trained)
+        replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
+        split = [*split_tensors(trained, StepGroups(program, program.rank_of(stage)), replicas)]
         if not split:
             return None
+        parts = {id(whole.source) for each in split for whole in each.wholes}
+        others = [tuple(each.shape) for each in trained if id(each) not in parts]
         found = update_dependence(optimizer, trained)
         joins = found.coupled or (bool(found.why_unknown) and len(program.stages) == 1)
         if not found.shape and not joins:
             return None
-        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins)
-
-    def _split_tensors(
-        self, program: Program, trained: Sequence[nn.Parameter]
-    ) -> tuple[list[SplitTensor], list[tuple[int, ...]]]:
-        """Return the parameters of which a rank holds parts, and the shapes of the others."""
-        replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
-        split: list[SplitTensor] = []
-        others: list[tuple[int, ...]] = []
-        for each in trained:
-            spec = shard_spec(each)
-            shards = spec.num_shards if spec is not None else 1
-            ranks = shards * (replicas if replicas > 1 and can_shard(each) else 1)
-            if ranks == 1:
-                others.append(tuple(each.shape))
-                continue
-            shape = spec.full_shape if spec is not None else tuple(each.shape)
-            split.append(SplitTensor(shape, -(-each.numel() * shards // ranks), ranks))
-        return split, others
+        rank = StepGroups(program, program.rank_of(stage)).ranks()[0]
+        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins, rank)
 
     def adapts_to(self, error: Exception) -> bool:
         """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""

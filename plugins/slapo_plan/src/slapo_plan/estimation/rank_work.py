@@ -21,7 +21,7 @@ def rank_collectives(
     records: Mapping[int, StageRecord], order: Sequence[PipelineAction], others: Sequence[CollectiveRecord]
 ) -> Counter[CollectiveRecord]:
     """Return the number of each collective of a rank: those of its stages and their optimizer, and ``others``."""
-    steps = (each.step.work for each in records.values() if each.step is not None)
+    steps = ((each.step or each.optimizer).work for each in records.values())
     found = Counter([*others, *(each for work in steps for each in work if isinstance(each, CollectiveRecord))])
     for work, count in _passes(records, order):
         for each, times in Counter(each for each in work if isinstance(each, CollectiveRecord)).items():

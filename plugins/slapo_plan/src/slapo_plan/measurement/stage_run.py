@@ -119,11 +119,11 @@ def whole_step_record(
     if whole is None:
         return None
     with FakeTensorMode():
-        whole.prepare()
+        recorder.memory.add(whole.prepare())
         with recorder:
             marks = SegmentMarks(recorder, {})
             first, later = (marks.measure(whole.step).whole() for _ in range(2))
-    return PassRecord(first.change + later.peak, first.change, later.work)
+    return PassRecord(first.change + later.peak, first.change, (*later.work, *whole.collectives()))
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
