@@ -50,8 +50,17 @@ _SLOW: list[Case] = [
 ]
 
 
-def _check(kind: str, cases: list[Case]) -> None:
-    truth = run_distributed(measured, 2, kind, "deepspeed", cases, timeout=280)
+_FOUR_RANKS: list[Case] = [
+    ({"dp": 2, "pp": 2}, _zero(0, microbatches=4, clip=1.0)),
+    ({"dp": 2, "pp": 2}, _zero(1, microbatches=4, precision="bf16", clip=1.0)),
+    ({"dp": 2, "tp": 2}, _zero(1, microbatches=2)),
+    ({"dp": 2, "tp": 2}, _zero(2)),
+    ({"dp": 2, "tp": 2}, _zero(3)),
+]
+
+
+def _check(kind: str, cases: list[Case], ranks: int = 2) -> None:
+    truth = run_distributed(measured, ranks, kind, "deepspeed", cases, timeout=280)
     for index, (layout, options) in enumerate(cases):
         real, found = [rank[index] for rank in truth], estimated(kind, "deepspeed", layout, options)
         assert largest_error(real, found) <= 0.005, (layout, options)
@@ -66,6 +75,11 @@ def test_memory_and_collectives_are_those_of_real_ranks() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_memory_of_all_stages_and_precisions(kind: str) -> None:
     _check(kind, _SLOW)
+
+
+@pytest.mark.slow
+def test_replicas_of_stages_and_of_shards() -> None:
+    _check("gpt2", _FOUR_RANKS, 4)
 
 
 @pytest.mark.parametrize(

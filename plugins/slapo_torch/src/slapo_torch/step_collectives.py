@@ -50,6 +50,12 @@ class StepCollectives:
         staged = self._program.axis_size("pp") * self._program.axis_size("tp") > 1
         received, sent_back = boundary_bytes(self._facts.stages)
         yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
+        if self._repeats_forward:
+            for action in self._facts.actions:
+                if action.kind == "F":
+                    yield from self._groups.messages(action, received, sent_back)
+            yield from self._groups.on_all_ranks(8 * _FACTS_OF_LOSS)
+            yield from self._groups.on_all_ranks(8)  # errors of the loss of all replicas
         for action in self._facts.actions:
             yield from self._groups.messages(action, received, sent_back)
         if self._is_sharded:
@@ -76,12 +82,20 @@ class StepCollectives:
 
     # ---- parts of a step
 
+    @property
+    def _repeats_forward(self) -> bool:
+        """True if all micro-batches run forward once before, for the loss of all replicas."""
+        return self._options.loss_over is not None and self._num_microbatches > 1
+
+    @property
+    def _num_microbatches(self) -> int:
+        return sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
+
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
 
     def _units(self) -> Iterator[CollectiveRecord]:
         """Yield gathers and reductions of FSDP; a unit that runs is gathered for its forward and for its backward."""
-        microbatches = sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
         patterns, module = self._options.fsdp_units, self._program.module
         assigned = assign_parameters(module, unit_paths(module, patterns), {id(each) for each in self._parameters})
         for path, parameters in assigned.items():
@@ -91,8 +105,8 @@ class StepCollectives:
                 by_type.setdefault(each.dtype, []).append(each)
             for some in by_type.values():
                 whole, trained = self._padded_bytes(some), self._padded_bytes(each for each in some if each.requires_grad)
-                times = microbatches if runs else 1
-                for _ in range(2 * times if runs else 1):
+                times = self._num_microbatches if runs else 1
+                for _ in range((3 if self._repeats_forward else 2) * times if runs else 1):
                     yield CollectiveRecord("all_gather", whole, self._groups.ranks("dp"), runs)
                 for _ in range(times if trained else 0):
                     yield CollectiveRecord("reduce_scatter", trained, self._groups.ranks("dp"))

@@ -25,6 +25,7 @@ from slapo_training import (
 )
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
+from slapo_training.losses import FakeReplicaLoss
 from slapo_training.optimizers import FakeWholeTensors, update_dependence
 
 from .options import Options
@@ -82,10 +83,10 @@ class TorchStepModel(StepModel):
     @classmethod
     def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
         options, found = Options.of(config), []
-        if options.loss_over is not None:
+        if options.loss_over is not None and options.microbatches > 1:
             found.append(
-                "loss_over='replicas': the gathers of all outputs and labels, the memory of these, and the forward that runs "
-                "before with several micro-batches are not counted"
+                "loss_over='replicas' with several micro-batches: the memory of their gathered outputs, and the seconds of the "
+                "forwards that run before are not counted"
             )
         given, runner = options.optimizer, TorchStageRunner(program, options)
         if isinstance(given, torch.optim.Optimizer):
@@ -116,13 +117,14 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
-        self.gathers_all = False
+        self.gathers_all, self._num_parts = False, 1
+        self._replica_loss: FakeReplicaLoss | None = None
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         module, options, rows = self._program.module, self._options, self._options.batch_rows
         given = arguments_of(module, (), batch, options)
         count = rows.count(given)
-        number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
+        self._num_parts = number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
         return split(given, number, several=variadic_argument(module), rows=rows)
 
     def plan(self, program: Program, part: Batch) -> Program:
@@ -139,7 +141,26 @@ class TorchStageRunner(StageRunner):
             last = stage + 1 == len(program.stages)
             outputs = None if last else program.stages[stage + 1].inputs
             call = self._calls[stage] = StageCall(program.stages[stage], outputs, self._options, self._device)
+        if self._options.loss_over is not None and stage + 1 == len(program.stages):
+            labels = self._loss_over(program).loss_of_part(labels, self._options.batch_rows.count(part))
         return call(*received, batch=arguments, labels=labels)
+
+    def _loss_over(self, program: Program) -> FakeReplicaLoss:
+        if (found := self._replica_loss) is None:
+            ranks = StepGroups(program, program.rank_of(len(program.stages) - 1)).ranks("dp")
+            loss_fn, precision = self._options.loss_fn, partial(autocast_context, self._options, self._device)
+            assert loss_fn is not None
+            found = FakeReplicaLoss(program, loss_fn, torch.device(self._device), precision, self._num_parts, ranks)
+            self._replica_loss = found
+        return found
+
+    @property
+    def repeats_forward(self) -> bool:  # type: ignore[override]
+        return self._options.loss_over is not None and self._num_parts > 1
+
+    @property
+    def loss_collectives(self) -> Sequence[CollectiveRecord]:  # type: ignore[override]
+        return self._replica_loss.collectives if self._replica_loss is not None else ()
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:

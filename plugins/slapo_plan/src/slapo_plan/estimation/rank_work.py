@@ -29,6 +29,12 @@ def rank_collectives(
     return found
 
 
+def first_pass_collectives(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> list[CollectiveRecord]:
+    """Return the collectives of the forwards of a rank, when they run once more before the step."""
+    work = (each for kind, stage, _ in order if kind == "F" for each in records[stage].forward.work)
+    return [each for each in work if isinstance(each, CollectiveRecord)]
+
+
 def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
     """Return three times the operations of all forwards, over all ranks: those of a step without recomputation."""
     forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")

@@ -42,8 +42,8 @@ class SplitTensor(NamedTuple):
 class FakeWholeTensors:
     """Step of an optimizer of whole tensors; ``prepare`` and ``step`` are called in a ``FakeTensorMode``.
 
-    All tensors are stepped by owner ranks; large ones that an optimizer can step as DTensors need less memory. The memory is that
-    of the rank that owns most.
+    All tensors are stepped by owner ranks; large ones that an optimizer can step as DTensors need less memory. The
+    memory is that of the rank that owns most.
 
     Args:
         optimizer: Makes the optimizer.
