@@ -129,7 +129,7 @@ class TorchStageRunner(StageRunner):
 
     def plan(self, program: Program, part: Batch) -> Program:
         with autocast_context(self._options, self._device):
-            return super().plan(program, part)
+            return super().plan(program, self._options.model_arguments(part))
 
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         arguments, labels = dict(part), None
