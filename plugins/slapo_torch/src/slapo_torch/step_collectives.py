@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core import Program, shard_spec
 from slapo_training import CollectiveRecord, GradientSize, StepFacts, StepGroups, boundary_bytes
 
-from .fsdp.wrap_policy import can_shard
+from .fsdp.wrap_policy import assign_parameters, can_shard, unit_paths
 from .gradients.reduction import BUCKET_BYTES
 from .options import Options
 from .pipelining.schedules import kind_of
@@ -50,6 +50,14 @@ class StepCollectives:
         staged = self._program.axis_size("pp") * self._program.axis_size("tp") > 1
         received, sent_back = boundary_bytes(self._facts.stages)
         yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
+        if self._repeats_forward:
+            if self._is_sharded:
+                yield from self._repeated_gathers()
+            for action in self._facts.actions:
+                if action.kind == "F":
+                    yield from self._groups.messages(action, received, sent_back)
+            yield from self._groups.on_all_ranks(8 * _FACTS_OF_LOSS)
+            yield from self._groups.on_all_ranks(8)  # errors of the loss of all replicas
         for action in self._facts.actions:
             yield from self._groups.messages(action, received, sent_back)
         if self._replicas > 1 and not self._is_sharded and not self._averages_afterwards and self._trained:
@@ -74,8 +82,32 @@ class StepCollectives:
 
     # ---- parts of a step
 
+    @property
+    def _repeats_forward(self) -> bool:
+        """True if all micro-batches run forward once before, for the loss of all replicas."""
+        return self._options.loss_over is not None and self._num_microbatches > 1
+
+    @property
+    def _num_microbatches(self) -> int:
+        return sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
+
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
+
+    def _repeated_gathers(self) -> Iterator[CollectiveRecord]:
+        """Yield the gathers of FSDP units in the forwards before the step; others are in the passes of the stages."""
+        if self._facts.gathers_all or len(self._program.stages) > 1:
+            return
+        patterns, module = self._options.fsdp_units, self._program.module
+        assigned = assign_parameters(module, unit_paths(module, patterns), {id(each) for each in self._parameters})
+        for parameters in (some for path, some in assigned.items() if path):
+            sizes: Counter[torch.dtype] = Counter()
+            for each in filter(can_shard, parameters):
+                rows = -(-each.shape[0] // self._replicas) * self._replicas
+                sizes[each.dtype] += rows * each[0].numel() * each.element_size()
+            for whole in sizes.values():
+                for _ in range(self._num_microbatches):
+                    yield CollectiveRecord("all_gather", whole, self._groups.ranks("dp"), True)
 
     def _averages(self, parameters: Sequence[nn.Parameter]) -> Iterator[CollectiveRecord]:
         """Yield the buckets of ``average_gradients``, which have one more number per parameter."""

@@ -45,12 +45,16 @@ class PlannedConfiguration(NamedTuple):
         return self.candidate.step_seconds if self.candidate else float("inf")
 
 
+_FLAGS = ("parallel_loss", "kernels")
+"""Settings that are symbols only where a candidate of the plan has them."""
+
+
 class PlannedSpace:
     """A plan as a space, as the schedule of a configuration, and as the predictions of a search.
 
     The symbols are ``tp``, ``pp``, ``dp``, ``data_parallel`` of several replicas, ``sequence_parallel`` of several
-    tensor-parallel ranks, ``pipeline_schedule`` of several stages, ``microbatches``, and ``checkpointing``. Their defaults
-    are the fastest candidate.
+    tensor-parallel ranks, ``pipeline_schedule`` of several stages, ``microbatches``, and ``checkpointing``; where the plan has
+    them, also ``parallel_loss`` and ``kernels``. Their defaults are the fastest candidate.
 
     Args:
         plan: The plan.
@@ -67,11 +71,12 @@ class PlannedSpace:
         if not plan.candidates:
             reasons = "; ".join(map(str, plan.rejected[:3])) or "the constraints leave none"
             raise TuneError(f"plan: no layout fits {plan.hardware.name}, so there is nothing to try: {reasons}")
-        found = [each for candidate in plan.candidates for each in _recomputations(plan, candidate)]
+        flags = [name for name in _FLAGS if any(each.settings[name] for each in plan.candidates)]
+        found = [each for candidate in plan.candidates for each in _recomputations(plan, candidate, flags)]
         self.candidates = sorted((each for each in found if each.candidate), key=lambda each: each.step_seconds)
         ruled_out = [each for each in found if not each.candidate]
         whole = [each for each in plan.rejected if _is_layout(each)]
-        ruled_out += [PlannedConfiguration(layout_values(each.settings), None, each.reason) for each in whole]
+        ruled_out += [PlannedConfiguration(layout_values(each.settings, flags), None, each.reason) for each in whole]
         self.rejected = [each for each in plan.rejected if not _is_layout(each)]
         self._configurations = {configuration_key(each.settings): each for each in [*ruled_out, *self.candidates]}
         self._symbols = _symbol_tree([*self.candidates, *ruled_out])
@@ -125,21 +130,26 @@ class PlannedSpace:
         return iter(self._configurations.values())
 
 
-def layout_values(settings: Values) -> dict[str, Any]:
-    """Return the values of symbols of a layout, without those that choose among what it has one of."""
+def layout_values(settings: Values, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values of symbols of a layout, without those that choose among what it has one of.
+
+    Args:
+        settings: Settings of a candidate or of a rejected layout.
+        flags: Further settings that are symbols.
+    """
     tp, pp, dp = (settings[name] for name in ("tp", "pp", "dp"))
     chosen = {"data_parallel": dp > 1, "sequence_parallel": tp > 1, "pipeline_schedule": pp > 1}
     options = {name: settings[name] for name, several in chosen.items() if several}
-    return {"tp": tp, "pp": pp, "dp": dp, **options, "microbatches": settings["microbatches"]}
+    return {"tp": tp, "pp": pp, "dp": dp, **options, **{name: settings[name] for name in (*flags, "microbatches")}}
 
 
 def _is_layout(rejection: Rejection) -> bool:
     return {"tp", "pp", "dp", "rows", "microbatches", "pipeline_schedule"} <= rejection.settings.keys()
 
 
-def _recomputations(plan: Plan, candidate: Candidate) -> Iterator[PlannedConfiguration]:
+def _recomputations(plan: Plan, candidate: Candidate, flags: Sequence[str]) -> Iterator[PlannedConfiguration]:
     """Yield a candidate as it is, and with each checkpoint policy for all of its blocks."""
-    values, own = layout_values(candidate.settings), {*candidate.policies}
+    values, own = layout_values(candidate.settings, flags), {*candidate.policies}
     name = next(iter(own)) if len(own) == 1 else LEAST if own else KEEP
     yield PlannedConfiguration({**values, CHECKPOINTING: name}, candidate)
     for policy, found in plan.recomputations(candidate).items():
