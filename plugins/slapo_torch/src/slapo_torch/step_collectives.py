@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core import Program, shard_spec
 from slapo_training import CollectiveRecord, GradientSize, StepFacts, StepGroups, boundary_bytes
 
-from .fsdp.wrap_policy import assign_parameters, can_shard, unit_paths
+from .fsdp.wrap_policy import can_shard
 from .gradients.reduction import BUCKET_BYTES
 from .options import Options
 from .pipelining.schedules import kind_of
@@ -51,8 +51,6 @@ class StepCollectives:
         received, sent_back = boundary_bytes(self._facts.stages)
         yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
         if self._repeats_forward:
-            if self._is_sharded:
-                yield from self._repeated_gathers()
             for action in self._facts.actions:
                 if action.kind == "F":
                     yield from self._groups.messages(action, received, sent_back)
@@ -93,21 +91,6 @@ class StepCollectives:
 
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]
-
-    def _repeated_gathers(self) -> Iterator[CollectiveRecord]:
-        """Yield the gathers of FSDP units in the forwards before the step; others are in the passes of the stages."""
-        if self._facts.gathers_all or len(self._program.stages) > 1:
-            return
-        patterns, module = self._options.fsdp_units, self._program.module
-        assigned = assign_parameters(module, unit_paths(module, patterns), {id(each) for each in self._parameters})
-        for parameters in (some for path, some in assigned.items() if path):
-            sizes: Counter[torch.dtype] = Counter()
-            for each in filter(can_shard, parameters):
-                rows = -(-each.shape[0] // self._replicas) * self._replicas
-                sizes[each.dtype] += rows * each[0].numel() * each.element_size()
-            for whole in sizes.values():
-                for _ in range(self._num_microbatches):
-                    yield CollectiveRecord("all_gather", whole, self._groups.ranks("dp"), True)
 
     def _averages(self, parameters: Sequence[nn.Parameter]) -> Iterator[CollectiveRecord]:
         """Yield the buckets of ``average_gradients``, which have one more number per parameter."""
