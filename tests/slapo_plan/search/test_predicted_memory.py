@@ -88,7 +88,8 @@ def test_memory_of_a_candidate_is_that_of_its_schedule(name: str) -> None:
 
 SMALL_BUCKETS = {
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 100_000),
-    "stage3_prefetch_bucket_size": 10_000, "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 10_000,
+    "stage3_param_persistence_threshold": 0,
 }
 DEEPSPEED = {"target": "deepspeed", "config": {"zero_optimization": SMALL_BUCKETS}}
 MEGATRON = {"target": "megatron"}

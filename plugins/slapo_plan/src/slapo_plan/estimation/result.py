@@ -48,7 +48,7 @@ class Estimate:
         model: Class name of the unmodified model.
         target: Name of the dialect.
         layout: Number of ranks along each mesh axis.
-        settings: Options of ``build`` that differ from their defaults, and the rows of a micro-batch.
+        settings: Options of ``build`` that were given, those that are numbers, strings or flags.
         ranks: Each rank along ``pp``; empty if the schedule cannot be built.
         collectives: Collectives of each rank along ``pp``.
         links: What each rank along ``pp`` sends over each class of links.

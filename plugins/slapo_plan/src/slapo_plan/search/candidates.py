@@ -19,7 +19,7 @@ from .layouts import Layout, Rejection, Step
 from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
 from .part_seconds import PartSeconds
-from .stage_costs import StageCost, stage_costs
+from .stage_costs import StageCost, seconds_after, stage_costs
 
 GIB = 2**30
 
@@ -66,6 +66,11 @@ class Candidate:
     def peak(self) -> int:
         """Most bytes of any rank."""
         return max(each.peak for each in self.stages)
+
+    @property
+    def after(self) -> float:
+        """Seconds behind the last backward: gradient reduction that no backward hides, and the optimizer."""
+        return seconds_after(self.stages)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seco
     filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
     pipeline = layout.microbatches * slowest + filling
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
-    return pipeline + max(each.after for each in stages), bubble
+    return pipeline + seconds_after(stages), bubble
 
 
 def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float:
@@ -233,6 +238,6 @@ def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: 
     ran = max(action.microbatch for action in facts.order[0]) + 1
     work = [sum(each.forward + each.backward for each in stages if each.rank == rank) for rank in range(layout.pp)]
     pipeline = run.seconds + (layout.microbatches - ran) * max(work)
-    step = pipeline + max(each.after for each in stages)
+    step = pipeline + seconds_after(stages)
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
     return replace(candidate, step_seconds=step, bubble=bubble, mfu=candidate.mfu * candidate.step_seconds / step)
