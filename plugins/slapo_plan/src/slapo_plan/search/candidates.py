@@ -155,7 +155,6 @@ def candidate_of(
     facts: EngineFacts,
     seconds: PartSeconds,
     options: Mapping[str, Any],
-    dtype: Any,
     *,
     solves: bool = False,
 ) -> Candidate | Rejection:
@@ -167,7 +166,6 @@ def candidate_of(
         facts: What the engine tells of its step.
         seconds: Seconds on the device.
         options: Options of ``build``.
-        dtype: Type in which matrices are multiplied, for the MFU.
         solves: True to solve for the checkpoint policies, as in ``stage_costs``.
     """
     stages = stage_costs(record, layout, facts, seconds, solves=solves)
@@ -178,7 +176,7 @@ def candidate_of(
     step, bubble = _step(record, layout, stages, seconds)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
-    mfu = total / (step * ranks * seconds.hardware.peak_flops(dtype)) if step else 0.0
+    mfu = total / (step * ranks * seconds.peak_flops(record)) if step else 0.0
     return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options)
 
 

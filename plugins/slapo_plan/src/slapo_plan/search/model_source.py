@@ -28,7 +28,6 @@ from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_m
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
 """Number of fastest candidates whose policies are solved for, stages are those of the cut model, and actions are replayed."""
 
@@ -103,9 +102,8 @@ class ModelSource:
         record = self._record(layout, cuts=refines)
         if isinstance(record, str):
             return Rejection(layout.form._asdict(), record)
-        dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         options = self._engine.build_options(layout)
-        return candidate_of(record, layout, facts, self._seconds, options, dtype, solves=refines)
+        return candidate_of(record, layout, facts, self._seconds, options, solves=refines)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""
