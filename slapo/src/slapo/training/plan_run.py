@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, SlapoError, get_logger, init_empty_weights
+from slapo_core import ScheduleError, SlapoError, init_empty_weights
 from slapo_plan import Estimate, Hardware, Plan, calibrate, plan
 from slapo_report import format_bytes, format_count, plan_page
 
@@ -66,9 +63,8 @@ def run_plan(settings: PlanSettings) -> Answer:
         SlapoError: unknown hardware, a model that does not run on fake tensors, or a file that cannot be written.
     """
     hardware = Hardware.load(settings.hardware)
-    with _without_warnings():
-        settings, found, words = _answer(settings, hardware)
-        notes = _write(settings, found) if found.candidates else []
+    settings, found, words = _answer(settings, hardware)
+    notes = _write(settings, found) if found.candidates else []
     if settings.as_json:
         data = {**found.to_dict(), "gpus": settings.gpus, "global_batch": settings.global_batch, "seq": settings.model.seq}
         return Answer(bool(found.candidates), json.dumps({**data, **({"answer": words} if words else {})}, indent=2))
@@ -193,15 +189,3 @@ def _page_data(settings: PlanSettings, found: Plan, estimate: Estimate) -> dict[
         "candidates": candidate_rows(found, settings.top, settings.model.seq),
         "notes": [*exact.get("notes", ()), *found.notes, *reasons(found.rejected)],
     }
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Leave out the log's notes on checks that a search turns off, and its warnings about layouts that it tries."""
-    logger = get_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
