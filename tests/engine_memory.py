@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -85,9 +86,9 @@ def measured(rank: int, kind: str, target: str, cases: list[tuple[dict[str, int]
 
 
 def _storages() -> list[weakref.ref[torch.UntypedStorage]]:
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
-    storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
-    return [weakref.ref(each) for each in {each._cdata: each for each in storages}.values()]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    real = [each for each in tensors if not (each.is_meta or isinstance(each, FakeTensor)) and each.layout is torch.strided]
+    return [weakref.ref(each) for each in {each.untyped_storage()._cdata: each.untyped_storage() for each in real}.values()]
 
 
 def estimated(kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> list[RankStep]:

@@ -44,17 +44,26 @@ _SLOW: list[Case] = [
     ({"dp": 2}, _zero(3, zero={"reduce_scatter": False})),
     ({"dp": 2}, _zero(2, zero={"reduce_bucket_size": 3_000})),  # buckets smaller than some parameters
     ({"tp": 2}, _zero(0, clip=1.0)),
+    ({"dp": 2, "checkpoints": 1}, _zero(3)),
+    ({"dp": 2, "checkpoints": 1}, _zero(3, microbatches=2, precision="bf16", zero={"memory_efficient_linear": False})),
+    ({"tp": 2}, _zero(3)),
 ]
 
-_GPT2: list[Case] = [({"dp": 2, "checkpoints": 1}, _zero(3)), ({"tp": 2}, _zero(3))]
-"""Cases whose memory is estimated 3 and 6 % too low for Llama, which a note of the estimate says."""
+
+_FOUR_RANKS: list[Case] = [
+    ({"dp": 2, "pp": 2}, _zero(0, microbatches=4, clip=1.0)),
+    ({"dp": 2, "pp": 2}, _zero(1, microbatches=4, precision="bf16", clip=1.0)),
+    ({"dp": 2, "tp": 2}, _zero(1, microbatches=2)),
+    ({"dp": 2, "tp": 2}, _zero(2)),
+    ({"dp": 2, "tp": 2}, _zero(3)),
+]
 
 
-def _check(kind: str, cases: list[Case]) -> None:
-    truth = run_distributed(measured, 2, kind, "deepspeed", cases, timeout=280)
+def _check(kind: str, cases: list[Case], ranks: int = 2) -> None:
+    truth = run_distributed(measured, ranks, kind, "deepspeed", cases, timeout=280)
     for index, (layout, options) in enumerate(cases):
         real, found = [rank[index] for rank in truth], estimated(kind, "deepspeed", layout, options)
-        assert largest_error(real, found) <= 0.02, (layout, options)
+        assert largest_error(real, found) <= 0.005, (layout, options)
         check_collectives(real, found)
 
 
@@ -65,7 +74,12 @@ def test_memory_and_collectives_are_those_of_real_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_memory_of_all_stages_and_precisions(kind: str) -> None:
-    _check(kind, [*_SLOW, *(_GPT2 if kind == "gpt2" else [])])
+    _check(kind, _SLOW)
+
+
+@pytest.mark.slow
+def test_replicas_of_stages_and_of_shards() -> None:
+    _check("gpt2", _FOUR_RANKS, 4)
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,3 @@ class DeepSpeedStepModel(StepModel):
     @classmethod
     def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:
         return [*StepCollectives(program, DeepSpeedOptions.of(config), rank, facts).records()]
-
-    @classmethod
-    def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
-        if DeepSpeedOptions.of(config).zero_stage < 3:
-            return []
-        return [
-            "stage 3 of ZeRO: parameters that graphs hold after DeepSpeed has freed them are not counted; with checkpoints or "
-            "tensor parallelism the memory may be some percent higher"
-        ]

@@ -22,6 +22,14 @@ class MegatronStageRunner(EngineStageRunner):
 
     options: MegatronOptions
 
+    def __init__(self, program: Program, options: MegatronOptions) -> None:
+        super().__init__(program, options)
+        self._planned = program
+
+    def plan(self, program: Program, part: Batch) -> Program:
+        self._planned = super().plan(program, part)
+        return self._planned
+
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         values = [_copy_of_bits(each) for each in received]
         result = self.run_stage(program, stage, values, part)
@@ -38,11 +46,19 @@ class MegatronStageRunner(EngineStageRunner):
     def memories(self, optimizer: OptimizerFactory | None) -> Sequence[Callable[[nn.Module], StageMemory]]:
         if optimizer is None or not self.options.trains:
             return ()
-        options, replicas = self.options, StepGroups(self.program).ranks("dp")
-        return (lambda module: MegatronStageMemory(module, options, optimizer, replicas, self._is_first(module)),)
+        options, replicas, tied = self.options, StepGroups(self.program).ranks("dp"), self._tied_names()
 
-    def _is_first(self, module: nn.Module) -> bool:
-        return len(self.program.stages) == 1 or module is self.program.stages[0].module
+        def make(module: nn.Module) -> StageMemory:
+            index = next(each.index for each in self._planned.stages if each.module is module)
+            place = index == 0, index >= self.program.axis_size("pp")
+            return MegatronStageMemory(module, options, optimizer, replicas, *place, tied)
+
+        return (make,)
+
+    def _tied_names(self) -> set[str]:
+        """Return the names of the parameters that several ranks along ``pp`` hold."""
+        rank_of = self.program.rank_of
+        return {name for tie in self.program.ties if len({*map(rank_of, tie.stages)}) > 1 for name in tie.names}
 
 
 def _copy_of_bits(value: torch.Tensor) -> torch.Tensor:

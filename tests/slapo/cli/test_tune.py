@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo.cli.schedule_flags import with_schedule_values
-from slapo.run_data.settings import Settings
-from slapo.training.tune_run import default_space, run_tuning
 from slapo_core import SlapoError
-from slapo_tune.schedule_space.exploration import enumerate_space
 
 SPACE = """
 def space(space):
@@ -141,26 +139,49 @@ def test_a_planner_s_file_sets_the_flags(folder: Path) -> None:
     assert (found["tp"], found["microbatches"]) == (2, 8)
 
 
-def test_the_layouts_of_a_model_without_a_file() -> None:
-    settings = Settings(model="gpt2", layers=4, heads=4, batch=8, microbatches=1)
-    found = [
-        {symbol.name: value for symbol, value in path}
-        for path in enumerate_space(lambda s: default_space(settings, 4, s), 999) or ()
-    ]
-    layouts = {(each["tp"], each["pp"], each["dp"]) for each in found}
-    assert layouts == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
-    assert all(8 % (each["dp"] * each["microbatches"]) == 0 for each in found)
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--config", "c.py", "--trials", "5", "train.py"), "--trials: the classic tuner (--config) does not take it, but a "),
+        (("--schedule", "space.py", "--model", "gpt2", "--ranks", "2"), "--ranks: a model with a schedule file does not take "),
+        (("--schedule", "space.py", "--layers", "2", "train.py"), "--layers: a tuned script does not take it, but a model "),
+        (("--model", "gpt2", "--error-stop", "all"), "--error-stop: a model without a schedule file does not take it, but "),
+        (("--model", "gpt2", "--tp", "3", "--ranks", "4"), "--tp 3 does not make 4 ranks; use --ranks 3"),
+        (("--model", "gpt2", "--tp", "2", "--pp", "1", "--dp", "1", "--ranks", "4"), "--tp 2 x --pp 1 x --dp 1 does not make"),
+        (("--model", "gpt2", "--hardware", "h1000"), "no hardware 'h1000'"),
+        (
+            ("--model", "llama", "--schedule", "planned.py"),
+            "--model llama: the schedule planned.py is for gpt2; leave ",
+        ),
+        (("--model", "gpt2", "--ranks", "-2"), "--ranks -2: not a positive number; use 1 or more"),
+        (("--model", "gpt2", "--save", "best.txt"), "--save best.txt: a schedule file is Python; end its name in .py"),
+        (("--model", "gpt2", "--save", "no/best.py"), "--save no/best.py: its folder is not there, or cannot be written to"),
+        (("--schedule", "space.py", "--report", "no/tune.html", "train.py"), "--report no/tune.html: its folder is not there"),
+        (("--model", "gpt2", "--seconds", "-3"), "tune: seconds is -3.0; give seconds above 0, or None"),
+        (("--schedule", "space.py", "--trials", "0", "train.py"), "tune: trials is 0; give a whole number from 1 on"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_one_sentence(folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    (folder / "planned.py").write_text('model = {"model": "gpt2"}\n\n\ndef schedule(sch, space):\n    pass\n')
+    status, output = tune(*arguments)
+    assert status == 2
+    assert output.startswith(sentence)
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.timeout(900)
-def test_a_tuned_model_is_trained_by_the_file_of_the_best(folder: Path) -> None:
-    settings = Settings(model="gpt2", layers=2, hidden=32, seq=32, microbatches=1)
-    assert run_tuning(settings, 2, trials=3, timeout=300.0, save="best.py", database="tune.json") == 0
-    sizes = ["--layers", "2", "--hidden", "32", "--seq", "32", "--steps", "2", "--data", "best.py", "--reference"]
-    command = [sys.executable, "-m", "slapo", "train", "--schedule", "best.py", *sizes]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def test_a_tuned_folder_is_trained_by_the_file_of_the_best(folder: Path) -> None:
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=300, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(folder / "model")
+    flags = ("--model", "./model", "--seq", "32", "--ranks", "2", "--trials", "3", "--timeout", "300", "--db", "tune.json")
+    status, output = tune(*flags, "--save", "best.py")
+    assert status == 0, output
+    assert "tune: planning 2 ranks of this-machine\n" in output
+    assert "tune: skipped " not in output
+    assert "tune: verified: (" in output
+    command = [sys.executable, "-m", "slapo", "train", "--schedule", "best.py", "--steps", "2", "--data", "best.py"]
+    ran = subprocess.run([*command, "--reference"], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "2 ranks" in ran.stdout
     assert "the same within" in ran.stdout

@@ -157,7 +157,10 @@ def batch_of(name: str, rows: int) -> dict[str, Any]:
 def schedule(name: str, layout: Layout, mesh: Any, device: str) -> slapo.Schedule:
     with torch.device(device):
         model = make(name)
-    sch = slapo.create_schedule(model, mesh=mesh, example_inputs=batch_of(name, 2))
+    example = batch_of(name, 2)
+    if "loss_fn" in layout.options:
+        example.pop("labels")
+    sch = slapo.create_schedule(model, mesh=mesh, example_inputs=example)
     if layout.tp > 1:
         sch.tensor_parallel()
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_plan.recording import OperatorRecorder
@@ -150,3 +151,12 @@ def test_every_collective_of_torch_is_counted() -> None:
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     found = {(room, name.split(".")[0]) for room, name in names if room in known}
     assert {name for room, name in found if name not in known[room]} <= left_out
+
+
+def test_operators_under_a_checkpoint_are_hooked() -> None:
+    model, given = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.ones(2, 4)
+    with OperatorRecorder() as recorder:
+        torch.autograd.backward(checkpoint(model, given, use_reentrant=False).sum())
+    hooked = [(record.name, record.hooked) for record in recorder.records if isinstance(record, OperatorRecord)]
+    assert hooked.count(("aten.addmm", True)) == 2, "forward and recomputation"
+    assert ("aten.sum", False) in hooked

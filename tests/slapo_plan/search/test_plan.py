@@ -117,6 +117,12 @@ def test_unusual_models_are_planned(make: type[nn.Module]) -> None:
     assert found.best.layout.dp == 2
 
 
+@pytest.mark.parametrize("numbers", [{"ranks": 0, "global_batch": 4}, {"ranks": 1, "global_batch": -2}])
+def test_numbers_that_are_not_positive_are_one_sentence(numbers: dict[str, int]) -> None:
+    with pytest.raises(SlapoError, match="^plan: (ranks is 0|global_batch is -2); give a whole number from 1 on$"):
+        plan(gpt2(), BATCH, **numbers)
+
+
 def test_a_layout_that_does_not_fit_says_by_how_much() -> None:
     found = plan(gpt2(), BATCH, ranks=1, global_batch=4, hardware=small_devices(1), check=0)
     with pytest.raises(

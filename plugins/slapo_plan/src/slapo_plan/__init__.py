@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .hardware import Hardware, calibrate
     from .measurement.engine_run import MeasuredStep, measure_step
     from .measurement.fake_process_group import fake_ranks
+    from .search.candidates import Candidate
+    from .search.layouts import Rejection
     from .search.plan import Plan, plan
 else:
     __getattr__ = lazy_names(
@@ -29,17 +31,21 @@ else:
             "measurement.fake_process_group": ["fake_ranks"],
             "hardware": ["Hardware", "calibrate"],
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
+            "search.candidates": ["Candidate"],
+            "search.layouts": ["Rejection"],
             "search.plan": ["Plan", "plan"],
         },
     )
 
 __all__ = [
+    "Candidate",
     "CollectiveTotal",
     "Estimate",
     "Hardware",
     "LinkTotal",
     "MeasuredStep",
     "Plan",
+    "Rejection",
     "TrafficMatrix",
     "calibrate",
     "estimate",

@@ -50,6 +50,12 @@ class StepCollectives:
         staged = self._program.axis_size("pp") * self._program.axis_size("tp") > 1
         received, sent_back = boundary_bytes(self._facts.stages)
         yield from self._groups.on_all_ranks(8 * (_FACTS_OF_BATCH + (4 * self._replicas if staged else 0)))
+        if self._repeats_forward:
+            for action in self._facts.actions:
+                if action.kind == "F":
+                    yield from self._groups.messages(action, received, sent_back)
+            yield from self._groups.on_all_ranks(8 * _FACTS_OF_LOSS)
+            yield from self._groups.on_all_ranks(8)  # errors of the loss of all replicas
         for action in self._facts.actions:
             yield from self._groups.messages(action, received, sent_back)
         if self._replicas > 1 and not self._is_sharded and not self._averages_afterwards and self._trained:
@@ -73,6 +79,15 @@ class StepCollectives:
         yield from self._groups.on_all_ranks(8)  # errors of the optimizer's step
 
     # ---- parts of a step
+
+    @property
+    def _repeats_forward(self) -> bool:
+        """True if all micro-batches run forward once before, for the loss of all replicas."""
+        return self._options.loss_over is not None and self._num_microbatches > 1
+
+    @property
+    def _num_microbatches(self) -> int:
+        return sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
 
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]

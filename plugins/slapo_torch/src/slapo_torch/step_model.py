@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from slapo_core import BuildError, Program, shard_spec
+from slapo_core import BuildError, Program
 from slapo_training import (
     CollectiveRecord,
     MemoryRules,
@@ -21,15 +20,17 @@ from slapo_training import (
     StageParameters,
     StageRunner,
     StepFacts,
+    StepGroups,
     StepModel,
 )
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, split, variadic_argument
-from slapo_training.optimizers import FakeWholeTensors, SplitTensor, update_dependence
+from slapo_training.losses import FakeReplicaLoss
+from slapo_training.optimizers import FakeWholeTensors, update_dependence
 
-from .fsdp.wrap_policy import can_shard
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
+from .split_tensors import split_tensors
 from .step.stage_call import StageCall, autocast_context
 
 _STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
@@ -82,16 +83,19 @@ class TorchStepModel(StepModel):
     @classmethod
     def notes(cls, program: Program, config: Mapping[str, Any]) -> list[str]:
         options, found = Options.of(config), []
-        if options.loss_over is not None:
+        if options.loss_over is not None and options.microbatches > 1:
             found.append(
-                "loss_over='replicas': the gathers of all outputs and labels, the memory of these, and the forward that runs "
-                "before with several micro-batches are not counted"
+                "loss_over='replicas' with several micro-batches: the memory of their gathered outputs, and the seconds of the "
+                "forwards that run before are not counted"
             )
         given, runner = options.optimizer, TorchStageRunner(program, options)
         if isinstance(given, torch.optim.Optimizer):
             given = partial(type(given), **given.defaults)
-        if given is not None and any(runner.whole_tensors(program, each.index, given) for each in program.stages):
-            found.append("the optimizer steps whole tensors, whose messages between ranks are not counted")
+        whole = [] if given is None else [runner.whole_tensors(program, each.index, given) for each in program.stages]
+        if any(each is not None and each.may_step_in_place for each in whole):
+            found.append(
+                "the optimizer steps whole tensors; large ones that it could step in place are counted as sent to an owner"
+            )
         return found
 
     @classmethod
@@ -113,18 +117,19 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
-        self.gathers_all = False
+        self.gathers_all, self._num_parts = False, 1
+        self._replica_loss: FakeReplicaLoss | None = None
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
         module, options, rows = self._program.module, self._options, self._options.batch_rows
         given = arguments_of(module, (), batch, options)
         count = rows.count(given)
-        number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
+        self._num_parts = number = schedule_for_batch(options.pipeline_schedule, self._program, options.microbatches, count)[1]
         return split(given, number, several=variadic_argument(module), rows=rows)
 
     def plan(self, program: Program, part: Batch) -> Program:
         with autocast_context(self._options, self._device):
-            return super().plan(program, part)
+            return super().plan(program, self._options.model_arguments(part))
 
     def run(self, program: Program, stage: int, received: Sequence[torch.Tensor], part: Batch) -> Any:
         arguments, labels = dict(part), None
@@ -136,7 +141,26 @@ class TorchStageRunner(StageRunner):
             last = stage + 1 == len(program.stages)
             outputs = None if last else program.stages[stage + 1].inputs
             call = self._calls[stage] = StageCall(program.stages[stage], outputs, self._options, self._device)
+        if self._options.loss_over is not None and stage + 1 == len(program.stages):
+            labels = self._loss_over(program).loss_of_part(labels, self._options.batch_rows.count(part))
         return call(*received, batch=arguments, labels=labels)
+
+    def _loss_over(self, program: Program) -> FakeReplicaLoss:
+        if (found := self._replica_loss) is None:
+            ranks = StepGroups(program, program.rank_of(len(program.stages) - 1)).ranks("dp")
+            loss_fn, precision = self._options.loss_fn, partial(autocast_context, self._options, self._device)
+            assert loss_fn is not None
+            found = FakeReplicaLoss(program, loss_fn, torch.device(self._device), precision, self._num_parts, ranks)
+            self._replica_loss = found
+        return found
+
+    @property
+    def repeats_forward(self) -> bool:  # type: ignore[override]
+        return self._options.loss_over is not None and self._num_parts > 1
+
+    @property
+    def loss_collectives(self) -> Sequence[CollectiveRecord]:  # type: ignore[override]
+        return self._replica_loss.collectives if self._replica_loss is not None else ()
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:
@@ -147,32 +171,18 @@ class TorchStageRunner(StageRunner):
 
     def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
         trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
-        split, others = self._split_tensors(program, trained)
+        replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
+        split = [*split_tensors(trained, StepGroups(program, program.rank_of(stage)), replicas)]
         if not split:
             return None
+        parts = {id(whole.source) for each in split for whole in each.wholes}
+        others = [tuple(each.shape) for each in trained if id(each) not in parts]
         found = update_dependence(optimizer, trained)
         joins = found.coupled or (bool(found.why_unknown) and len(program.stages) == 1)
         if not found.shape and not joins:
             return None
-        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins)
-
-    def _split_tensors(
-        self, program: Program, trained: Sequence[nn.Parameter]
-    ) -> tuple[list[SplitTensor], list[tuple[int, ...]]]:
-        """Return the parameters of which a rank holds parts, and the shapes of the others."""
-        replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
-        split: list[SplitTensor] = []
-        others: list[tuple[int, ...]] = []
-        for each in trained:
-            spec = shard_spec(each)
-            shards = spec.num_shards if spec is not None else 1
-            ranks = shards * (replicas if replicas > 1 and can_shard(each) else 1)
-            if ranks == 1:
-                others.append(tuple(each.shape))
-                continue
-            shape = spec.full_shape if spec is not None else tuple(each.shape)
-            split.append(SplitTensor(shape, -(-each.numel() * shards // ranks), ranks))
-        return split, others
+        rank = StepGroups(program, program.rank_of(stage)).ranks()[0]
+        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins, rank)
 
     def adapts_to(self, error: Exception) -> bool:
         """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""

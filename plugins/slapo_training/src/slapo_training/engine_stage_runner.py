@@ -38,6 +38,9 @@ class EngineStageRunner(StageRunner):
         parts = split(given, options.parts, several=variadic_argument(module), rows=options.batch_rows)
         return [tree_map_only(torch.Tensor, self._cast, part) for part in parts]
 
+    def plan(self, program: Program, part: Batch) -> Program:
+        return super().plan(program, self.options.model_arguments(part))
+
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.options.dtype) if tensor.dtype is torch.float32 else tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,10 @@ class StageMemory:
         group = self.replicas if ranks is None else tuple(ranks)
         if len(group) > 1 and nbytes:
             self.collectives.append(CollectiveRecord(kind, nbytes, group, overlapped))
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which the stage runs, for functions that the engine replaces."""
+        return nullcontext()
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return the tensors that exist between steps beside parameters and buffers of the stage.

@@ -178,6 +178,10 @@ class StageRunner(ABC):
 
     gathers_all = False
     """True if parameters that are sharded over replicas are gathered for the whole step."""
+    repeats_forward = False
+    """True if all micro-batches run forward without a backward before the step runs them again."""
+    loss_collectives: Sequence[CollectiveRecord] = ()
+    """Collectives of a loss of all replicas in one step of the last stage, after this stage has run."""
 
     def adapts_to(self, error: Exception) -> bool:
         """Change how stages run after an error, if the engine would; return False if the engine raises the error."""

@@ -25,11 +25,12 @@ from .study.database import Database
 
 if TYPE_CHECKING:
     from .measurement.job import MeasurementSettings
-    from .result_output import show_result
+    from .result_output import check_outputs, show_result
     from .sampling.search_plan import PlannedCandidate, SearchPlan
     from .schedule_space.schedule_file import RUN_SYMBOLS, schedule_values
     from .schedule_space.schedule_space import ScheduleSpace
     from .schedule_tuning import InterruptedTuning, tune
+    from .search import Budget, print_progress
     from .study.trial_result import TrialResult
     from .tune_result import TuneResult
 else:
@@ -41,13 +42,15 @@ else:
             "schedule_space.schedule_file": ["RUN_SYMBOLS", "schedule_values"],
             "schedule_space.schedule_space": ["ScheduleSpace"],
             "schedule_tuning": ["InterruptedTuning", "tune"],
-            "result_output": ["show_result"],
+            "result_output": ["check_outputs", "show_result"],
+            "search": ["Budget", "print_progress"],
             "study.trial_result": ["TrialResult"],
             "tune_result": ["TuneResult"],
         },
     )
 
 __all__ = [
+    "Budget",
     "Database",
     "InterruptedTuning",
     "MeasurementSettings",
@@ -61,6 +64,8 @@ __all__ = [
     "TrialResult",
     "TuneError",
     "TuneResult",
+    "check_outputs",
+    "print_progress",
     "schedule_values",
     "show_result",
     "tune",

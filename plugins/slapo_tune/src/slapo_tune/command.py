@@ -61,9 +61,10 @@ def tune_script(command: Sequence[str], schedule: str, save: str = "", page: str
         page: Path of the page, or ``""``.
         **settings: Further arguments of ``search_script``.
     """
-    from .result_output import show_result  # noqa: PLC0415 - optuna is imported when it is used
+    from .result_output import check_outputs, show_result  # noqa: PLC0415 - optuna is imported when it is used
     from .script_tuning import search_script  # noqa: PLC0415
 
+    check_outputs(save, page)
     return show_result(search_script(command, schedule, **settings), save, page)
 
 

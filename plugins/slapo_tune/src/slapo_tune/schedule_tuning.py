@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from slapo_plan import Plan
+
 from .measurement.job import AXES, MeasurementSettings, TrialJob, adamw
 from .measurement.step_timing import LEAST_STEPS
+from .planned_job import planned_job
 from .sampling.search_plan import Predictions, SearchPlan
-from .schedule_space.schedule_file import SpaceFunction, read_schedule_file
+from .schedule_space.planned_space import PlannedSpace
+from .schedule_space.schedule_file import SpaceFunction, copy_schedule
 from .search import Budget, print_progress
 from .search_space.symbol import TuneError
 from .study.pruners import make_pruner
 from .subjects.schedule_subject import ScheduleSubject
 from .trial.process import MARK, Interruption, signal_name
-from .tune_result import TuneResult
+from .tune_result import TuneResult, WriteSchedule
 from .tuning_run import SearchSettings, run_search
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class InterruptedTuning(KeyboardInterrupt):
 
 
 def tune(
-    schedule: Callable[..., Any] | str | os.PathLike[str],
+    schedule: Callable[..., Any] | str | os.PathLike[str] | Plan,
     model: nn.Module | Callable[[], nn.Module],
     batch: Any,
     *,
@@ -75,8 +77,10 @@ def tune(
     computes something else is a failure, and the next best is taken.
 
     Args:
-        schedule: ``schedule(sch, space)``, which takes the steps and asks ``space`` for the values of symbols, or the path of a
-            Python file with such a function. In a file ``space(space)`` may declare symbols first.
+        schedule: ``schedule(sch, space)``, which takes the steps and asks ``space`` for the values of symbols; the path of a
+            Python file with such a function, in which ``space(space)`` may declare symbols first; or what ``slapo.plan``
+            returned for this model and a batch of as many rows: its layouts are the space, and it is ``prune`` too. Its
+            target, optimizer, loss function and options hold.
         model: The unmodified model, which stays as it is; or a function that makes it, called without memory for weights.
         batch: The whole batch of a training step, of all data-parallel ranks: a tensor, a tuple of positional arguments, a dict
             of keyword ones, or ``(args, kwargs)``.
@@ -113,18 +117,11 @@ def tune(
     """
     if MARK in os.environ:
         raise TuneError("tune: called while a trial imports the script; call it under `if __name__ == '__main__':`")
-    _check_numbers(trials, timeout, seconds)
-    source, function = (os.fspath(schedule), space) if not callable(schedule) else (schedule, space)
-    if isinstance(source, str):
-        if space is not None:
-            raise TuneError("tune: space is for a schedule that is a function; in a file define space(space)")
-        function = read_schedule_file(source).get("space")
-        source = os.path.abspath(source)
     if unknown := set(layout or ()) - set(AXES):
         raise TuneError(f"tune: layout has {sorted(unknown)[0]!r}; its axes are pp, dp and tp")
     job = TrialJob(
         model,
-        source,
+        "",
         batch,
         space,
         layout=dict(layout or {}),
@@ -132,40 +129,48 @@ def tune(
         optimizer=optimizer,
         loss_fn=loss_fn,
         options=options,
-        device=_resolve_device(device, layout or {}),
         seed=seed,
         measurement=measurement or MeasurementSettings(),
     )
+    job, planned = _with_schedule(job, schedule)
+    if planned and prune is not None:
+        raise TuneError("tune: prune is for a schedule that is no plan; leave it out")
+    function = job.space_function()
+    if isinstance(job.schedule, str):
+        job = replace(job, schedule=os.path.abspath(job.schedule))
+    job = replace(job, device=_resolve_device(device, planned.candidates[0].settings if planned else job.layout))
     stopping = make_pruner(pruner, LEAST_STEPS, max(job.measurement.max_steps, LEAST_STEPS))
+    settings = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(planned or prune), verify, seed, stopping)
     subject = ScheduleSubject(job, function, timeout, name)
-    plan = SearchSettings(Budget(trials, seconds), timeout, sampler, Predictions(prune), verify, seed, stopping)
-    write = partial(_copy_schedule, source) if isinstance(source, str) else subject.steps_source
+    write: WriteSchedule = planned.save if planned else subject.steps_source
+    if isinstance(job.schedule, str):
+        write = partial(copy_schedule, job.schedule)
     try:
         with Interruption() as interruption:
-            result = replace(run_search(subject, database, plan, interruption, report), write_schedule=write)
+            result = replace(run_search(subject, database, settings, interruption, report), write_schedule=write)
     finally:
         subject.close()
+    if planned:
+        result = replace(result, skipped=(*result.skipped, *planned.rejected))
     if result.interrupted:
         raise InterruptedTuning(result)
     return result
 
 
-def _copy_schedule(source: str, values: Mapping[str, Any], path: Path) -> None:
-    """Copy a schedule file, whose space takes any values."""
-    shutil.copyfile(source, path)
-
-
-def _check_numbers(trials: int, timeout: float | None, seconds: float | None) -> None:
-    if type(trials) is not int or trials < 1:
-        raise TuneError(f"tune: trials is {trials!r}; give a whole number from 1 on")
-    for name, number in (("timeout", timeout), ("seconds", seconds)):
-        if number is not None and (not isinstance(number, (int, float)) or not number > 0):
-            raise TuneError(f"tune: {name} is {number!r}; give seconds above 0, or None")
+def _with_schedule(
+    job: TrialJob, schedule: Callable[..., Any] | str | os.PathLike[str] | Plan
+) -> tuple[TrialJob, PlannedSpace | None]:
+    """Return a job with its schedule, and the space of a plan."""
+    if isinstance(schedule, Plan):
+        planned = PlannedSpace(schedule)
+        return planned_job(job, schedule, planned), planned
+    return replace(job, schedule=schedule if callable(schedule) else os.fspath(schedule)), None
 
 
 def _resolve_device(device: str, layout: Mapping[str, int]) -> str:
     if device == "auto":
-        return "cuda" if torch.cuda.device_count() >= max(1, math.prod(layout.values())) else "cpu"
+        ranks = math.prod(layout.get(axis, 1) for axis in AXES)
+        return "cuda" if torch.cuda.device_count() >= max(1, ranks) else "cpu"
     if device not in ("cpu", "cuda"):
         raise TuneError(f"tune: device is {device!r}; use 'cpu', 'cuda' or 'auto'")
     return device

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .sampling.search_plan import Predictions
+from .schedule_space.schedule_file import copy_schedule
 from .search import Budget, print_progress
 from .study.pruners import make_pruner
 from .subjects.script_subject import ScriptSubject
@@ -49,4 +50,4 @@ def search_script(
     )
     with Interruption() as interruption:
         result = run_search(subject, database, settings, interruption, report)
-    return replace(result, write_schedule=lambda values, path: shutil.copyfile(schedule, path))
+    return replace(result, write_schedule=partial(copy_schedule, schedule))

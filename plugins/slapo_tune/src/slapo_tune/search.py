@@ -55,10 +55,24 @@ class Budget:
     Args:
         trials: Trials in the study, of all tuners that share it, not counting refused configurations.
         seconds: Seconds of this search; None for any.
+
+    Raises:
+        TuneError: these are no numbers above 0.
     """
 
     trials: int
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.trials) is not int or self.trials < 1:
+            raise TuneError(f"tune: trials is {self.trials!r}; give a whole number from 1 on")
+        check_seconds("seconds", self.seconds)
+
+
+def check_seconds(name: str, seconds: float | None) -> None:
+    """Raise ``TuneError`` for a limit that is no number of seconds above 0."""
+    if seconds is not None and (not isinstance(seconds, (int, float)) or not seconds > 0):
+        raise TuneError(f"tune: {name} is {seconds!r}; give seconds above 0, or None")
 
 
 def print_progress(text: str) -> None:
@@ -214,6 +228,8 @@ class Search:
         counted = sum(each.state != REFUSED for each in results)
         best = best_of(results)
         line = f"trial {counted}/{self._budget.trials} {result} in {result.wall_seconds:.1f} s"
+        if result.state == REFUSED:
+            line = str(result)
         line += f"; best so far {best.throughput:.5g} samples/s, trial {best.number}" if best else "; none has a throughput yet"
         if self._budget.seconds is not None:
             line += f"; {max(0.0, self._remaining_seconds()):.0f} s left"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from .search_space.symbol import TuneError
 from .study.trial_result import PRUNED, REFUSED, TrialResult
 
 WriteSchedule = Callable[[Mapping[str, Any], Path], object]
-"""Writes the schedule of a configuration as a Python schedule file, without its values."""
+"""Writes the schedule of a configuration as a Python schedule file that runs with these values."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,14 @@ class TuneResult:
             found.append(best)
         return found
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], model: Mapping[str, Any] | None = None) -> None:
         """Write the best as a schedule file, for ``slapo train --schedule`` and ``slapo.load_schedule``.
 
-        Its ``best`` holds the values. For a schedule file it is this file with other values; for a function the steps it took.
+        For a schedule file it is this file with ``best``, other values; for a function or a plan the steps it took.
+
+        Args:
+            path: The file.
+            model: Flags of ``slapo train`` for the model and its batch, written as ``model = {...}``.
 
         Raises:
             TuneError: there is no best, the file does not end in ``.py`` or cannot be written.
@@ -80,15 +83,14 @@ class TuneResult:
         try:
             self.write_schedule(self.best.values, unfinished)
             said = "" if self.best.verified else ", not verified"
-            values = json.dumps(dict(self.best.values))
-            for word, python in (("true", "True"), ("false", "False"), ("null", "None")):
-                values = values.replace(f" {word}", f" {python}")
             with open(unfinished, "a", encoding="utf-8") as file:
-                file.write(f"\n\nbest = {values}\n# trial {self.best.number} of {self.name}: {self.best.outcome}{said}\n")
+                file.write(f"\nmodel = {dict(model)!r}" if model else "")
+                file.write(f"\n# trial {self.best.number} of {self.name}: {self.best.outcome}{said}\n")
             os.replace(unfinished, target)
         except OSError as err:
-            unfinished.unlink(missing_ok=True)
             raise TuneError(f"save({str(target)!r}): it cannot be written: {err}; choose another file") from err
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a page with trials, best so far, and importances.

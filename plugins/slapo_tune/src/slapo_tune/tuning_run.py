@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .sampling.plan_sampler import PlanSampler
 from .sampling.search_plan import Predictions
 from .sampling.surrogate import Coordinates, importances
-from .search import Budget, Search, best_of, print_progress, values_in
+from .search import Budget, Search, best_of, check_seconds, print_progress, values_in
 from .study.storage import open_storage
 from .study.trial_result import TrialResult
 from .study.tuning_study import TuningStudy
@@ -48,6 +48,9 @@ class SearchSettings:
     verify: bool = True
     seed: int = 0
     pruner: BasePruner | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout", self.timeout)
 
 
 def run_search(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from slapo_training import OptimizerFactory, StageMemory
 
 from .flat_groups import flatten, state_tensors
+from .gathered_linear import replaced_linear
 from .parameter_gathers import ParameterGathers, partition_size
 from .zero_settings import ZeroRanks, ZeroSettings
 
@@ -79,6 +81,9 @@ class GatheredMemory(StageMemory):
         if part:
             yield part
 
+    def running(self) -> AbstractContextManager[None]:
+        return replaced_linear() if self._settings.replaces_linear else nullcontext()
+
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:
         whole = [each for each in self._gathers.whole.values() if each is not None]
         buckets = [self._bucket] if self._bucket is not None else []
@@ -96,7 +101,7 @@ class GatheredMemory(StageMemory):
     def begin_step(self) -> None:
         add = self._handles.append
         for module in self._module.modules():
-            add(module.register_forward_pre_hook(self._before_forward, prepend=True))
+            add(module.register_forward_pre_hook(self._before_forward))
             add(module.register_forward_hook(self._after_forward))
         for parameter in self._trained:
             add(parameter.register_post_accumulate_grad_hook(self._receive))  # type: ignore[no-untyped-call]
@@ -140,8 +145,10 @@ class GatheredMemory(StageMemory):
         if self._bucketed and (self._settings.reduces_scattered or not fits):
             sizes = [partition_size(each, self._replicas) * self._replicas for each in self._bucketed]
             self.communicate("reduce_scatter", size * sum(sizes), overlapped=overlaps)
-            if len(sizes) > 1 or sizes[0] != self._bucketed[0].numel():
-                self._gradients.new_empty(sum(sizes))
+            is_copied = len(sizes) > 1 or sizes[0] != self._bucketed[0].numel()
+            flat = self._gradients.new_empty(sum(sizes) * is_copied)
+            if flat.device.type == "cpu":
+                flat.new_empty(sum(sizes))  # gloo reduces a copy of its input
         else:
             self.communicate("all_reduce", size * self._elements, overlapped=overlaps)
         for parameter in self._bucketed:

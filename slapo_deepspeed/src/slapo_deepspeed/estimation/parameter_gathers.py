@@ -38,6 +38,8 @@ class _Gather:
 class ParameterGathers:
     """Whole parameters that exist at a time, for one micro-batch after the other.
 
+    A gathered parameter has the gathered memory as its data, which a graph that saved it holds for longer.
+
     The first micro-batch records the order of modules, forward and backward. Until then nothing is prefetched. DeepSpeed keeps
     for ever which parameters it frees after the forward of each module, as it decides that in its first complete order. That
     one is of forwards alone, as ``DeepSpeedEngine`` begins with a forward that finds the labels of the loss.
@@ -45,7 +47,7 @@ class ParameterGathers:
     Args:
         settings: Settings of ZeRO.
         replicas: Number of data-parallel ranks.
-        parameters: All parameters, in order.
+        parameters: All parameters, in order; their own memory stands for that of freed ones.
         gathered: Takes the bytes of each all-gather, and True if the rank goes on computing while it runs.
     """
 
@@ -57,9 +59,12 @@ class ParameterGathers:
         gathered: Callable[[int, bool], None],
     ) -> None:
         self._settings, self._replicas, self._gathered = settings, replicas, gathered
+        self._parameters = [*parameters]
         self.persistent: list[nn.Parameter] = []
+        self._freed_data: dict[int, torch.Tensor] = {}
         total = 0
-        for parameter in parameters:
+        for parameter in self._parameters:
+            self._freed_data[id(parameter)] = parameter.data
             if parameter.numel() + total <= settings.persistent_total and parameter.numel() <= settings.persistent:
                 self.persistent.append(parameter)
                 total += parameter.numel()
@@ -153,14 +158,20 @@ class ParameterGathers:
             buffer = wanted[0].new_empty(sum(sizes))
         for parameter, size in zip(wanted, sizes, strict=True):
             alone = buffer is None and self._replicas > 1
-            self.whole[id(parameter)] = parameter.new_empty(size) if alone else None
+            self._set_whole(parameter, parameter.new_empty(size) if alone else None)
         gather = _Gather(wanted, buffer)
         self._gathers.update((id(each), gather) for each in wanted)
 
     def _wait(self, gather: _Gather) -> None:
         if not gather.is_complete:
             gather.is_complete = True
-            self.whole.update((id(each), torch.empty_like(each)) for each in gather.parameters)
+            for each in gather.parameters:
+                self._set_whole(each, torch.empty_like(each))
+
+    def _set_whole(self, parameter: nn.Parameter, memory: torch.Tensor | None) -> None:
+        self.whole[id(parameter)] = memory
+        if memory is not None:
+            parameter.data = memory.view(-1)[: parameter.numel()].view(parameter.shape)
 
     def release(self, module: nn.Module, is_forward: bool) -> None:
         """Free the parameters of a module that has run, unless they are used soon again."""
@@ -191,8 +202,12 @@ class ParameterGathers:
     def _free(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if id(parameter) in self.whole and id(parameter) not in self._gathers:
-                del self.whole[id(parameter)]
+                self._drop(parameter)
                 self._num_gathered -= parameter.numel()
+
+    def _drop(self, parameter: nn.Parameter) -> None:
+        del self.whole[id(parameter)]
+        parameter.data = self._freed_data[id(parameter)]
 
     def release_leftovers(self, modules: Iterable[nn.Module]) -> None:
         """Free what modules hold whose backward never ended, as none of their inputs has a gradient."""
@@ -204,7 +219,9 @@ class ParameterGathers:
 
     def release_all(self) -> None:
         """Free all parameters, before the optimizer steps."""
-        self.whole.clear()
+        for parameter in self._parameters:
+            if id(parameter) in self.whole:
+                self._drop(parameter)
         self._gathers.clear()
         self._running.clear()
 
@@ -213,7 +230,7 @@ class ParameterGathers:
         for parameter in self.persistent:
             size = partition_size(parameter, self._replicas) * self._replicas
             self._gathered(size * parameter.element_size(), False)
-            self.whole[id(parameter)] = parameter.new_empty(size) if self._replicas > 1 else None
+            self._set_whole(parameter, parameter.new_empty(size) if self._replicas > 1 else None)
 
 
 def partition_size(parameter: torch.Tensor, replicas: int) -> int:

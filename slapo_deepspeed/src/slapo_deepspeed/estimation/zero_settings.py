@@ -40,6 +40,7 @@ class ZeroSettings(NamedTuple):
         reduces_to_all: False if each range of a bucket is reduced to the one replica that steps it.
         checks_overflow: True if each step looks for gradients that are not finite.
         computes_norm: True if each step computes the norm of the gradients.
+        replaces_linear: True if stage 3 replaces ``torch.nn.functional.linear``.
     """
 
     stage: int
@@ -56,6 +57,7 @@ class ZeroSettings(NamedTuple):
     reduces_to_all: bool = True
     checks_overflow: bool = False
     computes_norm: bool = True
+    replaces_linear: bool = True
 
     @classmethod
     def of(cls, options: DeepSpeedOptions, is_pipeline: bool) -> ZeroSettings:
@@ -89,6 +91,7 @@ class ZeroSettings(NamedTuple):
             "sub_group": "sub_group_size",
             "reduces_to_all": "use_multi_rank_bucket_allreduce",
             "computes_norm": "compute_grad_norm",
+            "replaces_linear": "memory_efficient_linear",
         }
         given: dict[str, Any] = {name: section[key] for name, key in names.items() if section.get(key) is not None}
         given["overlaps"] = bool(stage == 3 if overlaps is None else overlaps) and not is_pipeline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ class BufferLayout:
         is_sharded: True with the distributed optimizer, which pads parameters and buckets.
         settings: Section ``ddp`` of Megatron's configuration.
         bucket_size: Elements after which a bucket ends; None for one bucket.
+        tied: Parameters, by ``id``, that other ranks along ``pp`` hold too; with the distributed optimizer each has
+            a bucket of its own.
 
     Attributes:
         starts: Index of the first element of each parameter, by its ``id``.
@@ -51,17 +53,19 @@ class BufferLayout:
         is_sharded: bool,
         settings: Mapping[str, Any],
         bucket_size: int | None,
+        tied: Collection[int] = (),
     ) -> None:
         self._is_sharded = is_sharded
         self._divisor = math.lcm(replicas, _BUCKET_ALIGNMENT)
         if settings.get("pad_buckets_for_high_nccl_busbw"):
             self._divisor = math.lcm(self._divisor, _LARGE_ALIGNMENT)
         self.starts: dict[int, int] = {}
+        self._sizes = {id(each): each.numel() for each in parameters}
         self.buckets: list[Bucket] = []
         begin = at = 0
         for parameter in reversed(parameters):
             at = _round_up(at, _PARAMETER_ALIGNMENT) if is_sharded else at
-            alone = is_sharded and getattr(parameter, "shared_embedding", False)
+            alone = is_sharded and id(parameter) in tied
             if alone and at > begin:
                 at = begin = self._end_bucket(begin, at)
             self.starts[id(parameter)] = at
@@ -76,6 +80,17 @@ class BufferLayout:
         stop = _round_up(end, self._divisor) if self._is_sharded else end
         self.buckets.append(Bucket(begin, stop))
         return stop
+
+    def stepped_elements(self, replicas: int) -> list[int]:
+        """Return the number of elements that the optimizer of each replica steps, without padding."""
+        found = [0] * replicas
+        for key, start in self.starts.items():
+            bucket = next(each for each in self.buckets if each.start <= start < each.stop)
+            step, stop = (bucket.stop - bucket.start) // replicas, start + self._sizes[key]
+            for replica in range((start - bucket.start) // step, (stop - 1 - bucket.start) // step + 1):
+                low = bucket.start + replica * step
+                found[replica] += min(stop, low + step) - max(start, low)
+        return found
 
     def local_range(self, parameter: nn.Parameter, rank: int, replicas: int) -> tuple[int, int]:
         """Return the elements of a parameter that a replica's optimizer steps, as a range that may be empty."""
@@ -101,7 +116,12 @@ def bucket_size(settings: Mapping[str, Any], replicas: int, may_split: bool) -> 
 
 
 def buffer_layouts(
-    parameters: Sequence[nn.Parameter], replicas: int, is_sharded: bool, settings: Mapping[str, Any], size: int | None
+    parameters: Sequence[nn.Parameter],
+    replicas: int,
+    is_sharded: bool,
+    settings: Mapping[str, Any],
+    size: int | None,
+    tied: Collection[int] = (),
 ) -> list[tuple[list[nn.Parameter], torch.dtype, BufferLayout]]:
     """Return the buffers of some parameters: for each its parameters, the type of the gradients and the layout."""
     in_fp32 = settings.get("grad_reduce_in_fp32", True)
@@ -109,7 +129,7 @@ def buffer_layouts(
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     return [
-        (group, torch.float32 if in_fp32 else dtype, BufferLayout(group, replicas, is_sharded, settings, size))
+        (group, torch.float32 if in_fp32 else dtype, BufferLayout(group, replicas, is_sharded, settings, size, tied))
         for dtype, group in by_dtype.items()
     ]
 

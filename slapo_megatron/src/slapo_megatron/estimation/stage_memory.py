@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .gradient_buffers import BufferLayout, bucket_size, buffer_layouts
 
 
 class MegatronStageMemory(StageMemory):
-    """Memory of ``DistributedDataParallel`` and of the optimizer around a stage, for the first replica.
+    """Memory of ``DistributedDataParallel`` and of the optimizer around a stage, for the replica that steps most.
 
     Args:
         module: The stage, with fake tensors.
@@ -23,6 +23,8 @@ class MegatronStageMemory(StageMemory):
         optimizer: Makes the optimizer.
         replicas: Global ranks of the replicas.
         may_split: True for the first stage of the first rank along ``pp``, whose buffers may have several buckets.
+        is_joined: True for stages behind the first of a rank, whose buckets Megatron reduces in one call.
+        tied: Names of parameters that other ranks along ``pp`` hold too.
     """
 
     repeats_blocks = True
@@ -34,6 +36,8 @@ class MegatronStageMemory(StageMemory):
         optimizer: OptimizerFactory,
         replicas: Sequence[int],
         may_split: bool,
+        is_joined: bool = False,
+        tied: Collection[str] = (),
     ) -> None:
         super().__init__(replicas)
         number = len(replicas)
@@ -46,18 +50,23 @@ class MegatronStageMemory(StageMemory):
         self._main_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors that the optimizer steps, each with its range of a gradient buffer."""
         self._buckets: list[tuple[int, torch.dtype, torch.dtype]] = []
-        """Elements of each bucket, with the types of its gradients and of its weights."""
+        """Elements of each bucket or of those that are reduced together, with the types of its gradients and of its weights."""
         stepped: dict[int, nn.Parameter] = {}
-        for group, dtype, layout in buffer_layouts(trained, number, self._is_sharded, settings, size):
+        shared = {id(each) for name, each in module.named_parameters(remove_duplicate=False) if name in tied}
+        layouts = buffer_layouts(trained, number, self._is_sharded, settings, size, shared)
+        loads = [sum(some) for some in zip(*(layout.stepped_elements(number) for *_, layout in layouts), strict=True)]
+        replica = loads.index(max(loads)) if loads else 0
+        for group, dtype, layout in layouts:
             gradients = group[0].new_empty(layout.numel, dtype=dtype)
             self._buffers.append(gradients)
-            self._buckets += [(each.stop - each.start, dtype, group[0].dtype) for each in layout.buckets]
+            numbers = [each.stop - each.start for each in layout.buckets]
+            self._buckets += [(each, dtype, group[0].dtype) for each in ([sum(numbers)] if is_joined else numbers)]
             weights = self._flatten(module, group, layout) if self._is_sharded else {id(each): each for each in group}
             for old in group:
                 parameter, start = weights[id(old)], layout.starts[id(old)]
                 gradient = gradients.narrow(0, start, old.numel())
                 _accumulate_into(parameter, gradient.view(old.shape))
-                own = layout.local_range(old, 0, number) if self._is_sharded else (0, old.numel())
+                own = layout.local_range(old, replica, number) if self._is_sharded else (0, old.numel())
                 if own[0] < own[1]:
                     stepped[id(old)] = main = self._main(parameter, own)
                     self._main_grads.append((main, gradient[slice(*own)].view(main.shape)))

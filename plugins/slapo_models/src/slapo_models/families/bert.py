@@ -1,4 +1,8 @@
-"""BERT."""
+"""BERT.
+
+The steps are those of ``"auto"``. The file stays for what the key promises: a model of another family is refused, and of a
+module that holds several models the right one is taken by ``prefix``.
+"""
 
 from __future__ import annotations
 

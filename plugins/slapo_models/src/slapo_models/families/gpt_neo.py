@@ -1,4 +1,9 @@
-"""GPT-Neo."""
+"""GPT-Neo.
+
+The steps are those of ``"auto"``. The file stays for what the key promises: a model of another family is refused, and of a
+module that holds several models the right one is taken by ``prefix``. Kernels that its
+attention cannot use are refused, too.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ..records import CollectiveRecord
 from .engine_rank_memory import engine_rank_memory
 from .process_groups import MeshGroups
 from .rank_memory import RankPlaces, rank_memory
-from .rank_work import main_dtype, model_flops, rank_collectives, rank_flops
+from .rank_work import first_pass_collectives, main_dtype, model_flops, rank_collectives, rank_flops
 from .result import Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
@@ -97,7 +97,9 @@ def estimate(
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
         facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
-        others[rank] = model.collectives(program, options, rank, facts)
+        first = first_pass_collectives(own, order[rank]) if runner.repeats_forward else []
+        loss = runner.loss_collectives if len(records) - 1 in own else ()
+        others[rank] = [*first, *loss, *model.collectives(program, options, rank, facts)]
         collectives += traffic.add(rank, rank_collectives(own, order[rank], others[rank]))
     notes = [*(note for each in records for note in each.notes), *model.notes(program, options), *traffic.notes()]
     found = Estimate(

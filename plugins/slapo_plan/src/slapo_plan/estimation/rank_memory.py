@@ -68,7 +68,7 @@ def rank_memory(
         places: Tensors that its stages share.
     """
     stages = records.values()
-    gradients = sum(each.gradients for each in stages)
+    gradients = sum(each.gradients + each.added * (microbatches - 1) for each in stages)
     once = 1 - sum(places.repeated.values()) / max(1, sum(each.parameters for each in stages))  # ties of its stages
     step = _Step(
         {
@@ -91,6 +91,7 @@ def rank_memory(
         step.now["gathered"] += each.begin.change
     step.run(records, order, rules, places, keeps_gradients=rules.buckets and microbatches == 1)
     step.now["activations"] = 0
+    step.now["gradients"] += sum(each.added for each in stages) * microbatches
     for each in stages:
         step.peak(each.end.peak, "reduction of gradients")
         step.now["gradients"] += each.end.change + each.begin.change

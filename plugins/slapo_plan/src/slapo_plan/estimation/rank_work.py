@@ -24,12 +24,18 @@ def rank_collectives(
     records: Mapping[int, StageRecord], order: Sequence[PipelineAction], others: Sequence[CollectiveRecord]
 ) -> Counter[CollectiveRecord]:
     """Return the number of each collective of a rank: those of its stages and their optimizer, and ``others``."""
-    once = [part for each in records.values() for part in (each.begin, each.end, each.step) if part is not None]
+    once = [part for each in records.values() for part in (each.begin, each.end, each.step or each.optimizer)]
     found = Counter([*others, *(each for part in once for each in part.work if isinstance(each, CollectiveRecord))])
     for work, count in _passes(records, order):
         for each, times in Counter(each for each in work if isinstance(each, CollectiveRecord)).items():
             found[each] += times * count
     return found
+
+
+def first_pass_collectives(records: Mapping[int, StageRecord], order: Sequence[PipelineAction]) -> list[CollectiveRecord]:
+    """Return the collectives of the forwards of a rank, when they run once more before the step."""
+    work = (each for kind, stage, _ in order if kind == "F" for each in records[stage].forward.work)
+    return [each for each in work if isinstance(each, CollectiveRecord)]
 
 
 def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:

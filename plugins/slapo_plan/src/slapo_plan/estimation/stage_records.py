@@ -17,6 +17,7 @@ from slapo_training import StageRunner
 from ..measurement.engine_stage_run import run_engine_stage
 from ..measurement.graph_signature import graph_signature
 from ..measurement.model_errors import NEEDS_VALUES
+from ..measurement.repeated_blocks import Trims
 from ..measurement.stage_record import StageRecord
 from ..measurement.stage_run import OptimizerFactory, run_stage
 from ..recording.segments import PassRecord
@@ -31,11 +32,22 @@ _VALUES = (
 )
 _LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
+_SPARSE = (
+    "gradients of sparse embeddings have the rows of this batch; an optimizer's momentum for them grows with each step, and is "
+    "counted as after the first"
+)
+_SPARSE_LEFT_OUT = "rows that sparse gradients gain with each micro-batch, and optimizer state for them, are not counted"
+
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
 
-_ATTEMPTS = ((MOST_VALUES, True), (None, True), (None, False))
-"""Largest computed value, and whether blocks are left out; each is for models that do not run with the one before."""
+_ATTEMPTS: tuple[tuple[int | None, Trims], ...] = (
+    (MOST_VALUES, "all"),
+    (MOST_VALUES, "largest"),
+    (None, "all"),
+    (None, "none"),
+)
+"""Largest computed value, and the runs of which blocks are left out; each is for models that do not run with those before."""
 
 
 def stage_records(
@@ -73,12 +85,15 @@ def stage_records(
         can_run_on_values = storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES
         if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
             note = note or _LSTM
+        if has_sparse := any(getattr(each, "sparse", False) is True for each in stage.module.modules()):
+            note = note or (_SPARSE if can_run_on_values else "")
         whole = partial(runner.whole_tensors, program, index)
 
-        def run(most_values: int | None, trims: bool) -> StageRecord:
+        def run(most_values: int | None, trims: Trims) -> StageRecord:
             held, how = runner.parameters(program, index), (most_values, trims, bool(note))
             found = run_stage(stage, part, forward, optimizer, held, index in split, *how, whole)
-            return replace(found, notes=(note,) if note else ())
+            left_out = (_SPARSE_LEFT_OUT,) if has_sparse and not can_run_on_values else ()
+            return replace(found, notes=(note, *left_out) if note else left_out)
 
         try:
             return _first_that_runs(run)
@@ -100,7 +115,7 @@ def stage_records(
     return [found[stage.index] for stage in program.stages]
 
 
-def _first_that_runs(run: Callable[[int | None, bool], StageRecord]) -> StageRecord:
+def _first_that_runs(run: Callable[[int | None, Trims], StageRecord]) -> StageRecord:
     for attempt in _ATTEMPTS[:-1]:
         try:
             return run(*attempt)

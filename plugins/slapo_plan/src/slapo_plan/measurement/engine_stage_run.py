@@ -44,9 +44,11 @@ def run_engine_stage(
     runs = block_runs(stage.module)
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
+        weights = [each.data for each in stage.module.parameters()]
         memory = engine(stage.module)
         everything = _EngineRun(stage, part, forward, sandbox, memory)
-        with trimmed_runs(runs if memory.repeats_blocks else []):
+        everything.begin_count(weights)
+        with memory.running(), trimmed_runs(runs if memory.repeats_blocks else []):
             everything.bind_blocks(runs if memory.repeats_blocks else [])
             return everything.record(min(microbatches, 3))
 
@@ -58,13 +60,23 @@ class _EngineRun:
         self.stage, self.part, self.forward, self.sandbox, self.memory = stage, part, forward, sandbox, memory
         self.recorder = RunRecorder()
         self.parameters = [*stage.module.parameters()]
-        if memory.owns_parameters:
-            self.recorder.memory.ignore(self.parameters)
-        self.recorder.memory.add([self.parameters, [*stage.module.buffers()], [*part.values()]])
         self.marks = SegmentMarks(self.recorder, {})
         self.repeated: list[RepeatedBlocks] = []
         self.dropped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.received = self.sent = self.sent_back = 0
+
+    def begin_count(self, weights: list[torch.Tensor]) -> None:
+        """Count the tensors that exist before the step.
+
+        Args:
+            weights: Data of the parameters without the engine.
+        """
+        tracker = self.recorder.memory
+        if self.memory.owns_parameters:
+            tracker.ignore(weights)
+        else:
+            tracker.add(self.parameters)
+        tracker.add([[*self.stage.module.buffers()], [*self.part.values()]])
 
     def bind_blocks(self, runs: list[BlockRun]) -> None:
         """Take the blocks that run, and the parameters of those that do not, each with the one that stands for it."""

@@ -8,10 +8,13 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from slapo_training import GradientSize
+
+from ..recording.storage_tracker import storage_bytes
 
 
 class GradientArrivals:
@@ -64,3 +67,13 @@ class GradientArrivals:
             sizes = [GradientSize(each.numel(), each.dtype) for each in some]
             ordered += sizes * (1 + times)
         return tuple(ordered)
+
+
+def gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the gradients of some parameters."""
+    return storage_bytes(each.grad for each in parameters if each.grad is not None)
+
+
+def sparse_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of those that are sparse."""
+    return gradient_bytes([each for each in parameters if each.grad is not None and each.grad.layout is torch.sparse_coo])

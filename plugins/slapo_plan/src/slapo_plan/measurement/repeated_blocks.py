@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
+from typing import Literal
 
 from torch import fx, nn
 
@@ -14,6 +15,9 @@ from slapo_tracing.nodes import module_signature
 
 from ..recording.segments import RepeatedBlocks
 from .traced_blocks import PassThrough, block_chains
+
+Trims = Literal["all", "largest", "none"]
+"""Runs of which blocks are left out."""
 
 KEPT = 3
 """Patterns of a run that are measured: the first, one between and the last."""
@@ -114,6 +118,15 @@ def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[Bloc
 
     visit(module)
     return found
+
+
+def largest_run(runs: Sequence[BlockRun]) -> list[BlockRun]:
+    """Return the run whose blocks that are left out have the most bytes of parameters, as a list; empty without runs."""
+
+    def nbytes(run: BlockRun) -> int:
+        return sum(parameter.nbytes for block in run.dropped_blocks for parameter in block.parameters())
+
+    return [max(runs, key=nbytes)] if runs else []
 
 
 def _patterns(signatures: Sequence[Hashable], ahead: int, longest: int) -> Iterator[tuple[int, int, int]]:

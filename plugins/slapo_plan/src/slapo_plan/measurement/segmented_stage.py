@@ -43,6 +43,7 @@ class SegmentedStage:
     block_outputs: Mapping[str, int]
     arrivals: tuple[GradientSize, ...]
     unused: int
+    added: int = 0
 
     def record(self, repeated: Sequence[RepeatedBlocks], parameters: int, buffers: int, numbers: int) -> StageRecord:
         """Return the record of the stage in which the repeated blocks run as often as they stand for others.
@@ -80,5 +81,6 @@ class SegmentedStage:
             arrivals=self.arrivals,
             unused=self.unused,
             awaited=self.awaited,
+            added=self.added,
             kept=max(0, self.first_forward.whole(repeated).change - forward.change),
         )

@@ -40,6 +40,7 @@ class StageRecord:
         freed: Bytes of them that are freed as a step begins.
         kept: Bytes that the first forward of all leaves in the model, e.g. in a cache.
         awaited: Bytes of the gradients of its outputs; less than ``sent`` if some need none.
+        added: Bytes by which gradients grow with each micro-batch behind the first; those of sparse embeddings gain rows.
         notes: What the run leaves open, one sentence each.
     """
 
@@ -67,6 +68,7 @@ class StageRecord:
     freed: int = 0
     kept: int = 0
     awaited: int = 0
+    added: int = 0
     notes: tuple[str, ...] = ()
 
     def pass_of(self, kind: str, microbatch: int, count: int) -> PassRecord:

@@ -22,8 +22,8 @@ from ..recording.run_recorder import RunRecorder
 from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
 from ._torch_private import FakeTensorMode
-from .gradient_arrivals import GradientArrivals
-from .repeated_blocks import LONGEST_PATTERN, block_runs, trimmed_runs
+from .gradient_arrivals import GradientArrivals, gradient_bytes, sparse_bytes
+from .repeated_blocks import LONGEST_PATTERN, Trims, block_runs, largest_run, trimmed_runs
 from .segmented_stage import SegmentedStage
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
@@ -41,7 +41,7 @@ def run_stage(
     parameters: StageParameters | None = None,
     splits: bool = False,
     most_values: int | None = None,
-    trims: bool = True,
+    trims: Trims = "all",
     with_values: bool = False,
     whole_tensors: Callable[[OptimizerFactory], FakeWholeTensors | None] = lambda optimizer: None,
 ) -> StageRecord:
@@ -57,13 +57,15 @@ def run_stage(
         parameters: Parameters of the stage as its engine holds them; None for whole ones.
         splits: True to run two more micro-batches whose backwards are split in two.
         most_values: Number of elements from which a value that depends on the batch alone is not real; None for any number.
-        trims: False to run all blocks, for a model that does not run without some.
+        trims: Runs of blocks of which some are left out: all; the one with the most parameters, for a model that reads the
+            outputs of others by their numbers, as Llava does of its vision tower; or none.
         with_values: True to run on real copies of the weights, random ones in place of those on meta.
         whole_tensors: Makes the step of an optimizer that steps whole tensors; None for any other optimizer.
     """
     held = parameters or StageParameters()
-    is_trimmed = trims and held.units_ahead is not None
+    is_trimmed = trims != "none" and held.units_ahead is not None
     runs = block_runs(stage.module, held.units_ahead or 0, LONGEST_PATTERN) if is_trimmed else []
+    runs = largest_run(runs) if trims == "largest" else runs
     nbytes, numbers = held.sizes(stage.module)
     buffers = storage_bytes(stage.module.buffers())
     with trimmed_runs(runs):
@@ -119,11 +121,11 @@ def whole_step_record(
     if whole is None:
         return None
     with FakeTensorMode():
-        whole.prepare()
+        recorder.memory.add(whole.prepare())
         with recorder:
             marks = SegmentMarks(recorder, {})
             first, later = (marks.measure(whole.step).whole() for _ in range(2))
-    return PassRecord(first.change + later.peak, first.change, later.work)
+    return PassRecord(first.change + later.peak, first.change, (*later.work, *whole.collectives()))
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
@@ -185,7 +187,9 @@ class _StageRun:
             begin = self.marks.measure(self.parameters.begin_step).whole()
             with self.arrivals.note_arrivals():
                 first_forward, first = self._run_microbatch(self._run_backward)
+            sparse = sparse_bytes(self.parameters.held)
             forward, following = self._run_microbatch(self._run_backward)
+            added = sparse_bytes(self.parameters.held) - sparse
             parts = self._run_split() if splits else None
             end = self.marks.measure(self.parameters.end_step).whole()
         trained = [each for each in self.parameters.held if each.grad is not None]
@@ -207,8 +211,9 @@ class _StageRun:
             sent=self.sent,
             sent_back=self.sent_back,
             awaited=self.awaited,
-            gradients=_gradient_bytes(trained),
-            repeated_gradients=[_gradient_bytes(own) for own in of_repeated],
+            gradients=gradient_bytes(trained) - added,
+            added=added,
+            repeated_gradients=[gradient_bytes(own) for own in of_repeated],
             block_outputs=dict(self.marks.outputs),
             arrivals=self.arrivals.sizes(),
             unused=self.arrivals.num_unused,
@@ -306,7 +311,3 @@ class _StageRun:
     def _receive_buffer(self, boundary: Boundary) -> torch.Tensor:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.substitute_of(tensor).requires_grad_(boundary.requires_grad)
-
-
-def _gradient_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    return storage_bytes(each.grad for each in parameters if each.grad is not None)

@@ -73,6 +73,11 @@ class Candidate:
         return seconds_after(self.stages)
 
     @property
+    def policies(self) -> tuple[str, ...]:
+        """Checkpoint policy of each block, ``"none"`` where it keeps everything."""
+        return tuple(policy for stage in self.stages for policy in stage.policies)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The layout and the number of recomputed blocks, as plain data."""
         return {**self.layout._asdict(), "checkpointed": sum(each.num_checkpointed for each in self.stages)}
@@ -157,6 +162,7 @@ def candidate_of(
     options: Mapping[str, Any],
     *,
     solves: bool = False,
+    policy: str = "",
 ) -> Candidate | Rejection:
     """Return what a layout costs, or why it does not fit.
 
@@ -166,13 +172,14 @@ def candidate_of(
         facts: What the engine tells of its step.
         seconds: Seconds on the device.
         options: Options of ``build``.
-        solves: True to solve for the checkpoint policies, as in ``stage_costs``.
+        solves: As in ``stage_costs``.
+        policy: As in ``stage_costs``.
     """
-    stages = stage_costs(record, layout, facts, seconds, solves=solves)
+    stages = stage_costs(record, layout, facts, seconds, solves=solves, policy=policy)
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:
-        return Rejection(layout._asdict(), _too_large(stages, fullest, limit))
+        return Rejection(layout._asdict(), _too_large(stages, fullest, limit, policy))
     step, bubble = _step(record, layout, stages, seconds)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
@@ -180,13 +187,15 @@ def candidate_of(
     return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options)
 
 
-def _too_large(stages: Sequence[StageCost], index: int, limit: int) -> str:
+def _too_large(stages: Sequence[StageCost], index: int, limit: int, policy: str) -> str:
     own = [each for each in stages if each.rank == stages[index].rank]
     blocks, full = sum(each.blocks for each in own), sum(each.policies.count("full") for each in own)
     place = "a rank" if len(own) == len(stages) else f"rank {stages[index].rank} of the pipeline"
     recomputed = "all" if full == blocks else full
-    need = stages[index].peak / GIB
-    return f"{place} needs {need:.1f} GiB of {limit / GIB:.1f} GiB with {recomputed} of its {blocks} blocks recomputed"
+    how = f"{recomputed} of its {blocks} blocks recomputed"
+    if policy:
+        how = "no block recomputed" if policy == "none" else f"the checkpoint policy {policy!r} on all of its blocks"
+    return f"{place} needs {stages[index].peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {how}"
 
 
 def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seconds: PartSeconds) -> tuple[float, float]:
@@ -200,7 +209,7 @@ def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seco
     filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
     pipeline = layout.microbatches * slowest + filling
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
-    return pipeline + seconds_after(stages), bubble
+    return pipeline + seconds_after(stages), max(0.0, bubble)
 
 
 def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float:

@@ -95,15 +95,32 @@ class ModelSource:
                 space.rejected.append(refined)
         return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
 
-    def _cost(self, layout: Layout, *, refines: bool = False) -> Candidate | Rejection:
+    def recomputations(self, candidate: Candidate) -> dict[str, Candidate | Rejection]:
+        """Return a candidate with one checkpoint policy for all blocks, or why that does not fit, by policy.
+
+        Its seconds are the candidate's, times the ratio that the costs of the parts give.
+        """
+        layout, record = candidate.layout, self._record(candidate.layout, cuts=False)
+        least = self._cost(layout)
+        if isinstance(record, str) or isinstance(least, Rejection) or not record.paths:
+            return {}
+        ratio = candidate.step_seconds / least.step_seconds
+        costs = {policy: self._cost(layout, policy=policy) for policy in record.blocks}
+        return {name: each if isinstance(each, Rejection) else each.with_seconds_times(ratio) for name, each in costs.items()}
+
+    def _cost(self, layout: Layout, *, refines: bool = False, policy: str = "") -> Candidate | Rejection:
         facts = self._engine.facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
         record = self._record(layout, cuts=refines)
         if isinstance(record, str):
             return Rejection(layout.form._asdict(), record)
+        blocks, stages = len(record.paths), sum(map(len, facts.stages.values()))
+        if stages > 1 and blocks < stages:  # the forward reads what the lists hold, and does not call it
+            settings = {"tp": layout.tp, "pp": layout.pp} if blocks < layout.pp else layout._asdict()
+            return Rejection(settings, f"the model has {blocks} blocks to cut between")
         options = self._engine.build_options(layout)
-        return candidate_of(record, layout, facts, self._seconds, options, solves=refines)
+        return candidate_of(record, layout, facts, self._seconds, options, solves=refines, policy=policy)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""

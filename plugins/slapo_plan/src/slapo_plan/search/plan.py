@@ -74,6 +74,32 @@ class Plan:
         assert self._source is not None
         return self._source.estimate(candidate or self.best)
 
+    def recomputations(self, candidate: Candidate) -> dict[str, Candidate | Rejection]:
+        """Return a candidate with one checkpoint policy for all of its blocks, or why that does not fit, by policy.
+
+        The policies are those with which the blocks were measured, ``"none"`` first.
+        """
+        assert self._source is not None
+        return self._source.recomputations(candidate)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was planned."""
+        assert self._source is not None
+        return self._source.model
+
+    @property
+    def target(self) -> str:
+        """Name of the engine's dialect."""
+        assert self._source is not None
+        return self._source.target
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of ``build`` that all candidates have, with the optimizer."""
+        assert self._source is not None
+        return self._source.options
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         found = [
@@ -136,8 +162,11 @@ def plan(
 
     Raises:
         UnknownNameError: no such hardware, target or constraint.
-        SlapoError: constraints contradict each other, or the model does not run on fake tensors.
+        SlapoError: a number is none, constraints contradict each other, or the model does not run on fake tensors.
     """
+    for name, number in (("ranks", ranks), ("global_batch", global_batch)):
+        if type(number) is not int or number < 1:
+            raise SlapoError(f"plan: {name} is {number!r}; give a whole number from 1 on")
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     source = ModelSource(model, batch, target, options, cluster.for_job(ranks))
     candidates, rejected = source.search(ranks, global_batch, check_constraints(constraints or {}))

@@ -74,7 +74,7 @@ def _both(part: Part, seconds: PartSeconds) -> float:
 
 
 def stage_costs(
-    record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds, *, solves: bool = False
+    record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds, *, solves: bool = False, policy: str = ""
 ) -> list[StageCost]:
     """Return the stages of a layout, each rank with the least recomputation that fits.
 
@@ -84,6 +84,7 @@ def stage_costs(
         facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
         solves: True to solve for the checkpoint policies; False for those of a greedy order, which is near and faster.
+        policy: Checkpoint policy of all blocks, whether it fits or not; empty for the least recomputation that fits.
     """
     stages = sum(map(len, facts.stages.values()))
     counts = split_blocks(record, stages, seconds) if stages > 1 else [len(record.paths)]
@@ -91,7 +92,7 @@ def stage_costs(
     found: dict[int, StageCost] = {}
     for rank, own in facts.stages.items():
         blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
-        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs(solves)
+        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs(solves, policy)
     return [found[stage] for stage in range(stages)]
 
 
@@ -122,12 +123,13 @@ class _Rank:
             found = replace(found, sent=0)
         return replace(found, sent_back=0) if stage - 1 in self.stages else found
 
-    def costs(self, solves: bool) -> dict[int, StageCost]:
-        """Return the cost of each stage; policies are solved for, or those of a greedy order."""
-        limit, options = self.seconds.hardware.usable_bytes, self._options()
-        policies, peak = greedy_policies(options, self._peak, limit)
-        if solves:
-            policies, peak = least_policies(options, self._peak, limit, (policies, peak))
+    def costs(self, solves: bool, policy: str) -> dict[int, StageCost]:
+        """Return the cost of each stage; arguments as in ``stage_costs``."""
+        if policy:
+            policies = dict.fromkeys((block for blocks in self.blocks for block in blocks), policy)
+            peak = self._peak(policies)
+        else:
+            policies, peak = self._least_recomputation(solves)
         found = {}
         for stage, ends, blocks in zip(self.stages, self.ends, self.blocks, strict=True):
             own = [policies[block] for block in blocks]
@@ -139,6 +141,11 @@ class _Rank:
 
     def _part(self, block: int, policies: Mapping[int, str]) -> Part:
         return self.record.blocks[policies[block]][block]
+
+    def _least_recomputation(self, solves: bool) -> tuple[dict[int, str], int]:
+        limit, options = self.seconds.hardware.usable_bytes, self._options()
+        found = greedy_policies(options, self._peak, limit)
+        return least_policies(options, self._peak, limit, found) if solves else found
 
     def _options(self) -> list[BlockOptions]:
         """Return the blocks of each stage with their policies; equal ones together."""

@@ -13,6 +13,7 @@ in the output is remembered for evaluation, where nothing has a gradient. A loss
 pass runs backward from the gradients of the outputs.
 """
 
+from .fake_replica_loss import FakeReplicaLoss
 from .microbatch_loss import NO_GRADIENT, CountedLoss, MicroBatchLoss, check_has_gradient, note_failure, run_stage
 from .reductions import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, LabelMean, LossReduction, is_label_mean
 from .replica_loss import ReplicaFailedError
@@ -22,6 +23,7 @@ __all__ = [
     "LabelMean",
     "CountedLoss",
     "EQUAL_PARTS",
+    "FakeReplicaLoss",
     "LossReduction",
     "MicroBatchLoss",
     "NO_GRADIENT",

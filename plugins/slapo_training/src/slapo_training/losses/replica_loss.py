@@ -97,6 +97,9 @@ class ReplicaLoss:
         """Return the number of micro-batches of all replicas, with ``own`` on each."""
         return own * self._program.axis_size("dp")
 
+    def _first_part(self, own: int) -> int:
+        return own * self._program.axis_rank("dp")
+
     def _loss_and_gradients(
         self, outputs: list[Any], labels: Sequence[Any], rows: int | None, training: bool
     ) -> tuple[torch.Tensor, list[Gradients]]:
@@ -119,7 +122,7 @@ class ReplicaLoss:
         scale = torch.full_like(loss, self.scale)
         found = torch.autograd.grad(loss, [whole[path] for path in leaves], scale, allow_unused=True)
         gradients = {path: each for path, each in zip(leaves, found, strict=True) if each is not None}
-        first, parts = self._program.axis_rank("dp") * len(own), self._num_parts(len(own))
+        first, parts = self._first_part(len(own)), self._num_parts(len(own))
         return loss.detach(), [
             # gradients of tensors without rows are divided equally
             {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}

@@ -12,6 +12,7 @@ from .fake_whole_tensors import FakeWholeTensors, SplitTensor, update_dependence
 from .named_optimizers import NamedOptimizer, named_optimizers
 from .whole_tensor_construction import ParameterLayout
 from .whole_tensor_optimizer import WholeTensorOptimizer
+from .whole_tensors.whole_tensor import whole_tensors_of
 
 __all__ = [
     "FakeWholeTensors",
@@ -25,5 +26,6 @@ __all__ = [
     "named_optimizers",
     "lr_scheduler_class",
     "update_dependence",
+    "whole_tensors_of",
     "whole_tensor_checkpoint",
 ]

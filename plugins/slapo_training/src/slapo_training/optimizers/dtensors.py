@@ -23,7 +23,7 @@ from ..model.pieces import Piece
 from .probe.introspection import Optimizer, optimizers_in
 from .probe.probe_runs import Cut, ProbeRuns, Size, is_close, isolate
 from .probe.update_probe import sizes_of
-from .whole_tensors.owner_exchange import LocalBox
+from .whole_tensors.exchange_routes import LocalBox
 from .whole_tensors.stand_ins import StandIns, Tensors
 from .whole_tensors.whole_tensor import WholeTensor, local_of, stand_in
 

@@ -23,7 +23,7 @@ from ..options.optimizer_blocks import OptimizerBlocks, blocks_of
 from .probe.introspection import Optimizer, has_state, referenced_parameters, replace_parameters
 from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_optimizer import WholeTensorOptimizer
-from .whole_tensors.owner_exchange import LocalBox
+from .whole_tensors.exchange_routes import LocalBox
 from .whole_tensors.stand_ins import OwnerStandIns, StandIns
 from .whole_tensors.whole_tensor import WholeTensor, is_fused, whole_tensors_of
 

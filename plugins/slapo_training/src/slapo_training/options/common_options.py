@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from slapo_core import BuildError, UnknownNameError
 
 from ..batches.row_dims import Dim
-from ..batches.rows import BatchRows, check_dims
+from ..batches.rows import Batch, BatchRows, check_dims
 from ..losses.output_loss import LossChoice, OutputLoss, check_choice
 from ..losses.replica_loss import OVER_REPLICAS
 from ..losses.weighted_terms import Count, check_counts
@@ -143,6 +143,10 @@ class CommonOptions:
     def output_loss(self) -> OutputLoss:
         """Finder of the loss in outputs; one per engine, so that evaluation uses the path that training found."""
         return OutputLoss(self.loss)
+
+    def model_arguments(self, part: Batch) -> Batch:
+        """Return the arguments of the model's forward in a micro-batch: all but the labels of ``loss_fn``."""
+        return {name: value for name, value in part.items() if self.loss_fn is None or name != "labels"}
 
     @property
     def ignored_label(self) -> int:

@@ -25,7 +25,7 @@ from slapo_core import (
     split_inputs,
 )
 
-from ..schedule_space.schedule_file import RUN_SYMBOLS, SpaceFunction, declare, takes_space
+from ..schedule_space.schedule_file import RUN_SYMBOLS, SpaceFunction, declare, read_schedule_file, takes_space
 from ..schedule_space.schedule_space import ScheduleSpace
 from ..search_space.symbol import TuneError
 
@@ -76,6 +76,8 @@ class TrialJob:
         device: ``"cpu"`` or ``"cuda"``.
         seed: Of the weights, and of the ranks' generators.
         measurement: How often a step is measured.
+        run_options: Returns the options of ``slapo.build`` of a configuration; default: its symbols of ``BUILD_SYMBOLS``.
+        title: Name of the schedule in the name of the study; default: that of its function or file.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -90,6 +92,8 @@ class TrialJob:
     device: str = "cpu"
     seed: int = 0
     measurement: MeasurementSettings = MeasurementSettings()
+    run_options: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    title: str = ""
 
     def sizes(self, values: Mapping[str, Any]) -> tuple[int, int, int]:
         """Return the sizes of ``pp``, ``dp`` and ``tp`` of a configuration."""
@@ -101,7 +105,22 @@ class TrialJob:
 
     def build_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of ``build`` of a configuration, all but optimizer and loss function."""
+        if self.run_options is not None:
+            return {**self.options, **self.run_options(values)}
         return {**self.options, **{name: values[name] for name in BUILD_SYMBOLS if name in values}}
+
+    def space_function(self) -> SpaceFunction | None:
+        """Return the function that declares symbols before the schedule: the job's, or that of its schedule file.
+
+        Raises:
+            TuneError: the file cannot be used, or there are both.
+        """
+        if not isinstance(self.schedule, str):
+            return self.space
+        if self.space is not None:
+            raise TuneError("tune: space is for a schedule that is a function; in a file define space(space)")
+        function: SpaceFunction | None = read_schedule_file(self.schedule).get("space")
+        return function
 
     @property
     def rows(self) -> int:

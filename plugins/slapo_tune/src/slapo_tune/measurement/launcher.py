@@ -91,8 +91,12 @@ def _run_rank(job_file: Path, order: dict[str, Any], rank: int, folder: Path) ->
     except BaseException as err:
         record = {"time": time.time_ns(), "rank": rank, "bystander": _lost_connection(err), "message": error_sentence(err)}
         unfinished = folder / f"rank{rank}.unfinished"
-        unfinished.write_text(json.dumps(record))
-        unfinished.rename(folder / f"rank{rank}.json")
+        try:
+            unfinished.write_text(json.dumps(record))
+            unfinished.rename(folder / f"rank{rank}.json")
+        except OSError as full:  # this rank ends without a record, and these are the last words of the trial
+            print(f"{record['message']}; and its record cannot be written: {full}", file=sys.stderr, flush=True)
+            os._exit(1)
         if not isinstance(err, SlapoError):
             traceback.print_exc()
         if record["bystander"]:

@@ -49,6 +49,7 @@ class Predictions:
     def __init__(self, plan: SearchPlan | None) -> None:
         self._plan = plan
         self._judged: dict[str, str] = {}
+        self._known: dict[str, float | None] = {}
         self._candidates = [] if plan is None else [_read_candidate(each) for each in _candidates(plan)]
         self._rejected = [
             ({name: value_key(value) for name, value in found.items()}, str(each))
@@ -61,6 +62,12 @@ class Predictions:
 
     def seconds(self, values: Mapping[str, Any]) -> float | None:
         """Return the least predicted seconds of the candidates that have these values; None if there is none."""
+        key = configuration_key(values)
+        if key not in self._known:
+            self._known[key] = self._predict(values)
+        return self._known[key]
+
+    def _predict(self, values: Mapping[str, Any]) -> float | None:
         keys = {name: value_key(value) for name, value in values.items()}
         known = [
             seconds

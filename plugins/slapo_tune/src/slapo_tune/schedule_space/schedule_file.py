@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -111,6 +112,21 @@ def read_schedule_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not callable(namespace.get("schedule")):
         raise TuneError(f"schedule({str(source)!r}): the file defines no function schedule(sch, space); define one")
     return namespace
+
+
+def copy_schedule(source: str, values: Mapping[str, Any], path: Path) -> None:
+    """Copy a schedule file, whose space takes any values, and let it run with these."""
+    shutil.copyfile(source, path)
+    append_best(path, values)
+
+
+def append_best(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Append ``best``, the values of a run, to a Python schedule file."""
+    text = json.dumps(dict(values))
+    for word, python in (("true", "True"), ("false", "False"), ("null", "None")):
+        text = text.replace(f" {word}", f" {python}")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"\n\nbest = {text}")
 
 
 def schedule_values(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from slapo_core import Schedule, SlapoError, build_program, default_registry, set_random_seed
 
 from ..measurement.job import AXES, TrialJob
-from ..schedule_space.schedule_file import SpaceFunction, declare
+from ..schedule_space.schedule_file import SpaceFunction, append_best, declare
 from ..schedule_space.schedule_space import ScheduleSpace
 from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
 from ..trial.reports import Prune, ReportReader
 from ..trial.throughput import printed_result
-from .subject import last_line, output_problem, printed_error, trial_result
+from .subject import last_line, output_problem, own_error, trial_result
 
 _COMMON_OPTIONS = ("microbatches", "precision", "clip")
 """Options of every target; the hook ``slapo_before_build`` sees only the others, as in ``slapo.build``."""
@@ -55,7 +55,7 @@ class ScheduleSubject:
         self._file = Path(self._folder.name, "job.pt")
         try:
             job.save(self._file)
-            self.name = name or _study_name(job)
+            self.name = f"{name}, {job.title}" if name and job.title else name or _study_name(job)
         except BaseException:
             self.close()
             raise
@@ -83,7 +83,7 @@ class ScheduleSubject:
         return ""
 
     def steps_source(self, values: Mapping[str, Any], path: Path) -> None:
-        """Write the steps of a configuration as a Python schedule file.
+        """Write the steps of a configuration as a Python schedule file, with its values for the flags of a run.
 
         Raises:
             ScheduleError: an argument of a step has no written form.
@@ -92,6 +92,7 @@ class ScheduleSubject:
         declare(self._space, space)
         with self._fake_world(space) as schedule:
             schedule.save(path)
+        append_best(path, values)
 
     def _check(self, sch: Schedule, space: ScheduleSpace) -> None:
         """Do the work of ``build`` up to the weights."""
@@ -134,7 +135,7 @@ class ScheduleSubject:
         if output.exit_code == 0 and found is not None:
             return "" if found["verified"] else f"not the same as the unmodified model: {found['report']}"
         problem = output_problem(output, self._timeout, "the verification") or "the verification printed no verdict"
-        return f"not verified: {printed_error(output.stdout) or problem}"
+        return f"not verified: {own_error(output) or problem}"
 
     def _run(
         self,
@@ -158,6 +159,7 @@ def _study_name(job: TrialJob) -> str:
     count = sum(each.numel() for each in model.parameters())
     shapes = [tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(job.batch) if isinstance(leaf, torch.Tensor)]
     schedule = job.schedule if isinstance(job.schedule, str) else getattr(job.schedule, "__qualname__", "schedule")
+    title = job.title or os.path.basename(schedule)
     facts = [
         parameters,
         shapes,
@@ -165,9 +167,7 @@ def _study_name(job: TrialJob) -> str:
         sorted((name, getattr(value, "__qualname__", str(value))) for name, value in job.options.items()),
     ]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
-    return (
-        f"{os.path.basename(schedule)} of {_class_name(model)} ({count} parameters) for {job.target} on {job.device}, {digest}"
-    )
+    return f"{title} of {_class_name(model)} ({count} parameters) for {job.target} on {job.device}, {digest}"
 
 
 def _class_name(model: nn.Module) -> str:

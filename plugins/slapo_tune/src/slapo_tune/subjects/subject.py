@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -12,6 +14,12 @@ from ..study.trial_result import FAILED, MEASURED, PRUNED, TrialResult
 from ..trial.process import Interruption, TrialOutput, signal_name
 from ..trial.reports import Prune, ReportReader, interval_of
 from ..trial.throughput import error_tail, invalid_throughput
+
+OUTPUT_LEAST_BYTES = 2**16
+"""Bytes of a disk on which the output of a trial may be lost."""
+
+SILENT_END = "was ended by exit code"
+"""End of the error of a rank that left no words, in front of the code."""
 
 
 class Subject(Protocol):
@@ -79,9 +87,9 @@ def trial_result(
         problem = f"{what} printed what cannot be compared: {reason}"
     limit = time_limit if output.timed_out else None
     if problem:
-        own = printed_error(output.stdout)
+        own = own_error(output)
         words = error_tail(output.text)
-        said = own or f"{problem}; " + (f"the end of its output: {words}" if words else "it printed nothing")
+        said = own or f"{problem}; " + (f"the end of its output: {words}" if words else _silence())
         return TrialResult(number, values, FAILED, message=said, wall_seconds=round(output.seconds, 3), time_limit=limit)
     assert found is not None
     taken = {"throughput", "interval", "seconds", "step", "steps", "samples_per_second"}
@@ -99,9 +107,23 @@ def trial_result(
     )
 
 
+def _silence() -> str:
+    """Return the sentence about a trial that printed nothing; its output goes to a temporary file."""
+    folder = tempfile.gettempdir()
+    full = shutil.disk_usage(folder).free < OUTPUT_LEAST_BYTES
+    return f"it printed nothing, and the disk of {folder} is full; make room, or set TMPDIR" if full else "it printed nothing"
+
+
 def printed_error(text: str) -> str:
     """Return the ``error`` of the last line of JSON that has one, or ``""``."""
     return str((last_line(text, lambda found: isinstance(found.get("error"), str)) or {}).get("error", ""))
+
+
+def own_error(output: TrialOutput) -> str:
+    """Return the error that a trial printed, or ``""``; with the end of its output if a rank left no words of its own."""
+    error = printed_error(output.stdout)
+    words = error_tail(output.stderr)
+    return f"{error}; the end of its output: {words}" if error.rpartition(" ")[0].endswith(SILENT_END) and words else error
 
 
 def last_line(text: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ of a whole tensor exists during a step alone. The local parameters of a process 
 ins of the whole shape leave. It may import ``slapo_core``, ``options``, ``gradient_hooks`` and ``model``.
 """
 
-from .owner_exchange import LocalBox
+from .exchange_routes import LocalBox
 from .whole_tensor import WholeTensor, local_of
 
 __all__ = ["LocalBox", "WholeTensor", "local_of"]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...gradient_hooks.sharded_hooks import attributes_cut_with
-from .owner_exchange import LocalBox, OwnerExchange, assign_owners
+from .exchange_routes import LocalBox, assign_owners
+from .owner_exchange import OwnerExchange
 from .whole_tensor import WholeTensor, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
