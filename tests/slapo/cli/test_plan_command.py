@@ -49,7 +49,7 @@ def test_best_layouts_are_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_what_stays_whole_is_noted() -> None:
-    result = command(f"{SMALL} --gpus 4 --global-batch 4 --tp 4 --top 1 --check 0 --hardware h100")
+    result = command(f"{SMALL} --gpus 4 --global-batch 4 --tp 4 --rows 4 --no-sequence-parallel --check 0")
     assert "note: tp=4: tensor_parallel: transformer.h.0.attn.c_attn stays whole" in result.output
 
 
