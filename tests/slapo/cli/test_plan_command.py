@@ -48,6 +48,11 @@ def test_best_layouts_are_printed_and_written(tmp_path: Path) -> None:
     assert "Layouts, the fastest first" in page.read_text()
 
 
+def test_what_stays_whole_is_noted() -> None:
+    result = command(f"{SMALL} --gpus 4 --global-batch 4 --tp 4 --rows 4 --no-sequence-parallel --check 0")
+    assert "note: tp=4: tensor_parallel: transformer.h.0.attn.c_attn stays whole" in result.output
+
+
 def test_data_instead_of_a_table() -> None:
     result = command(f"{SMALL} --gpus 1 --global-batch 2 --json")
     found = json.loads(result.stdout)

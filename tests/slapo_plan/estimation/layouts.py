@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo_core as slapo
 from slapo_plan import Estimate, estimate, fake_ranks, measure_step
-from slapo_plan.estimation.process_groups import group_name
+from slapo_plan.estimation.process_groups import MeshGroups
 from slapo_training import CollectiveRecord
 
 from .user_models import USER_MODELS
@@ -193,7 +193,7 @@ def _measured(name: str, layout: Layout) -> tuple[int, int, Totals]:
     step = min(steps, key=lambda each: each.peak)  # gloo's threads may keep a tensor a moment longer
     engine.close()
     found = [each for each in step.work if isinstance(each, CollectiveRecord)]
-    return step.held, step.peak, Counter((each.kind, group_name(mesh, each.ranks), each.nbytes) for each in found)
+    return step.held, step.peak, Counter((each.kind, MeshGroups(mesh).name(each.ranks), each.nbytes) for each in found)
 
 
 def estimated(name: str, layout: Layout) -> Estimate:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slapo_plan.hardware import Curve, Hardware, Link, Measurements, collective_seconds
+from slapo_plan.hardware import Curve, Hardware, Link, Measurements, collective_seconds, link_bytes
 from slapo_plan.records import CollectiveRecord
 
 FLAT = Curve([[1, 1e10]])
@@ -84,3 +84,7 @@ def test_measured_seconds_are_read_within_a_node() -> None:
     assert _seconds("all_reduce", 10000, (0, 1), here) == pytest.approx(0.1)
     assert _seconds("all_reduce", 10, (0, 1, 2), here) == 5e-3
     assert _seconds("all_to_all", 10**9, (0, 1), here) == _seconds("all_to_all", 10**9, (0, 1))
+
+
+def test_each_rank_but_the_root_sends_its_part_to_a_gather() -> None:
+    assert link_bytes("gather", 400, 4).within == 75  # in the mean: three of four ranks send 100

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_plan.recording import OperatorRecorder
+from slapo_plan.recording.collective_calls import _CALLS, _FUNCTIONAL
 from slapo_plan.records import CollectiveRecord, OperatorRecord
 
 
@@ -131,6 +132,25 @@ def test_functional_collectives_are_recorded() -> None:
     functional = torch.ops._c10d_functional
     gathered = _recorded(lambda: functional.wait_tensor(functional.all_gather_into_tensor(given, 4, name)))
     assert gathered == [CollectiveRecord("all_gather", 512, (0, 1, 2, 3))]
+
+
+@pytest.mark.usefixtures("rank_1_of_4")
+def test_coalesced_functional_collectives_are_recorded() -> None:
+    given, name = torch.ones(8, 4), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    functional = torch.ops._c10d_functional
+    gather = functional.all_gather_into_tensor_coalesced
+    found = _recorded(lambda: [functional.wait_tensor(each) for each in gather([given, given], 4, name)])
+    assert found == [CollectiveRecord("all_gather", 1024, (0, 1, 2, 3))]
+
+
+def test_every_collective_of_torch_is_counted() -> None:
+    """Those without tensors of other ranks are no collectives; messages of functional form are used by no engine."""
+    known = {"c10d": _CALLS, "_c10d_functional": _FUNCTIONAL}
+    left_out = {"barrier", "batch_p2p_ops", "check_for_nan", "irecv", "isend", "monitored_barrier_", "recv_any_source_"}
+    left_out |= {"_wrap_tensor_autograd", "wait_tensor"}
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    found = {(room, name.split(".")[0]) for room, name in names if room in known}
+    assert {name for room, name in found if name not in known[room]} <= left_out
 
 
 def test_operators_under_a_checkpoint_are_hooked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,3 +32,20 @@ def test_constraints_hold() -> None:
     assert {layout.tp for layout in found} == {2, 4}
     assert {layout.pp for layout in found} == {2}
     assert {layout.data_parallel for layout in found} == {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "constraints", "reason"),
+    [
+        (
+            2,
+            {"pp": 2, "pipeline_schedule": "interleaved"},
+            "interleaved has 4 stages, and needs as many blocks and micro-batches",
+        ),
+        (1, {"data_parallel": "fsdp"}, "there is one replica, and fsdp needs 2 or more"),
+    ],
+)
+def test_constraints_that_leave_nothing_say_why(ranks: int, constraints: dict[str, Any], reason: str) -> None:
+    space = LayoutSpace(ranks, 8, 3, 8, check_constraints(constraints), *CHOICES)
+    assert not [layout for tp in space.degrees() for layout in space.layouts(tp)]
+    assert any(reason in each.reason for each in space.rejected)

@@ -91,6 +91,10 @@ def test_the_estimate_of_the_best_schedule_fits() -> None:
     assert exact.peak <= 18 * MIB
 
 
+def test_the_model_computes_the_same_in_every_layout() -> None:
+    assert {each.flops for each in planned()} == {planned().estimate().model_flops}
+
+
 @pytest.mark.parametrize("index", [0, 5, 10])
 def test_predicted_memory_is_near_the_estimate(index: int) -> None:
     candidate = [*planned()][index]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, SlapoError, get_logger, init_empty_weights
+from slapo_core import ScheduleError, SlapoError, init_empty_weights
 from slapo_plan import Estimate, Hardware, Plan, calibrate, plan
 from slapo_report import format_bytes, format_count, plan_page
 
@@ -66,9 +63,8 @@ def run_plan(settings: PlanSettings) -> Answer:
         SlapoError: unknown hardware, a model that does not run on fake tensors, or a file that cannot be written.
     """
     hardware = Hardware.load(settings.hardware)
-    with without_warnings():
-        settings, found, words = _answer(settings, hardware)
-        notes = _write(settings, found, hardware) if found.candidates else []
+    settings, found, words = _answer(settings, hardware)
+    notes = _write(settings, found) if found.candidates else []
     if settings.as_json:
         data = {**found.to_dict(), "gpus": settings.gpus, "global_batch": settings.global_batch, "seq": settings.model.seq}
         return Answer(bool(found.candidates), json.dumps({**data, **({"answer": words} if words else {})}, indent=2))
@@ -152,7 +148,7 @@ def _nearest_layout(found: Plan) -> str:
     return str(found.rejected[0]) if found.rejected else "the constraints leave none; leave one out"
 
 
-def _write(settings: PlanSettings, found: Plan, hardware: Hardware) -> list[str]:
+def _write(settings: PlanSettings, found: Plan) -> list[str]:
     """Write the schedule and the page of the best; return a line for each."""
     notes = []
     if settings.save:
@@ -161,7 +157,7 @@ def _write(settings: PlanSettings, found: Plan, hardware: Hardware) -> list[str]
     if settings.report:
         exact = found.estimate()
         try:
-            Path(settings.report).write_text(plan_page(_page_data(settings, found, hardware, exact)), encoding="utf-8")
+            Path(settings.report).write_text(plan_page(_page_data(settings, found, exact)), encoding="utf-8")
         except OSError as err:
             raise SettingsError(f"--report {settings.report}: cannot be written, {err.strerror}; give another file") from err
         notes.append(f"report: {settings.report}")
@@ -180,30 +176,16 @@ def _model_flags(settings: PlanSettings) -> dict[str, Any]:
     return {**sizes, "batch": settings.global_batch}
 
 
-def _page_data(settings: PlanSettings, found: Plan, hardware: Hardware, estimate: Estimate) -> dict[str, Any]:
+def _page_data(settings: PlanSettings, found: Plan, estimate: Estimate) -> dict[str, Any]:
     best = found.best
     predicted = {"step_seconds": best.step_seconds, "bubble": best.bubble, "mfu": best.mfu}
     exact = {key: value for key, value in estimate.to_dict().items() if value is not None}
     flops = {"model": best.flops, **exact.get("flops", {})}
-    device = {"name": hardware.name, "memory_bytes": hardware.memory_bytes}
     return {
         "title": f"{settings.model.model}: {best.layout}",
         **predicted,
         **exact,
         "flops": flops,
-        "hardware": device,
         "candidates": candidate_rows(found, settings.top, settings.model.seq),
         "notes": [*exact.get("notes", ()), *found.notes, *reasons(found.rejected)],
     }
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Leave out the log's notes on checks that a search turns off, and its warnings about layouts that it tries."""
-    logger = get_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -79,7 +79,7 @@ def _reason(best: Any, other: Any) -> str:
     losses = {
         "waits in the pipeline": other.bubble * other.step_seconds - best.bubble * best.step_seconds,
         "slower passes" + (", more messages" if layout.tp > best.layout.tp else ""): passes(other) - passes(best),
-        "more reduction and optimizer": max(each.after for each in other.stages) - max(each.after for each in best.stages),
+        "more reduction and optimizer": other.after - best.after,
     }
     slower = max(0.0, other.step_seconds / best.step_seconds - 1) if best.step_seconds else 0.0
     loss = max(losses, key=lambda name: losses[name])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,14 +13,14 @@ from typing import Any
 
 import torch
 
-from slapo_core import ScheduleError, SlapoError, init_empty_weights
+from slapo_core import ScheduleError, SlapoError, get_logger, init_empty_weights
 from slapo_plan import Hardware, Plan, plan
 from slapo_report import format_count
 from slapo_tune import Budget, InterruptedTuning, TuneResult, check_outputs, print_progress, show_result, tune
 
 from ..run_data.settings import VOCABULARY, Settings, SettingsError, is_folder
 from .models import build_model
-from .plan_run import known_facts, without_warnings
+from .plan_run import known_facts
 
 MOST_REASONS = 5
 """Sentences about what a plan rules out that are printed."""
@@ -65,7 +67,7 @@ def run_tuning(
     Budget(trials, seconds)
     generator = torch.Generator().manual_seed(settings.seed)
     ids = torch.randint(VOCABULARY, (settings.batch, settings.seq), generator=generator)
-    with without_warnings():
+    with _without_warnings():
         given: dict[str, Any] = {"layout": {axis: getattr(settings, axis) for axis in _AXES}, **(options or {})}
         schedule: Any = settings.schedule
         if not schedule:
@@ -161,3 +163,15 @@ def _print_skipped(result: TuneResult) -> None:
 
 def _short(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items() if value is not False)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out the log's notes on checks that a search turns off, and its warnings about layouts that it tries."""
+    logger = get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -23,7 +23,7 @@ from ..records import CollectiveRecord
 from .engine_rank_memory import engine_rank_memory
 from .process_groups import MeshGroups
 from .rank_memory import RankPlaces, rank_memory
-from .rank_work import first_pass_collectives, model_flops, rank_collectives, rank_flops
+from .rank_work import first_pass_collectives, main_dtype, model_flops, rank_collectives, rank_flops
 from .result import Estimate, RankEstimate
 from .stage_records import stage_records
 from .step_time import step_time
@@ -110,6 +110,7 @@ def estimate(
         traffic=traffic.matrix(),
         notes=[*dict.fromkeys(notes)],
         model_flops=model_flops(program, records, order),
+        dtype=main_dtype(each.forward for each in records),
     )
     if cluster is None:
         return found

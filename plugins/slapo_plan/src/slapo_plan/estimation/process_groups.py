@@ -30,7 +30,12 @@ class MeshGroups:
         self._known: dict[tuple[int, ...], str] = {}
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Return the axes along which some ranks differ, e.g. ``"dp x tp"``; the ranks if the mesh lacks one."""
+        """Return the axes along which some ranks differ, e.g. ``"dp x tp"``; the ranks if the mesh lacks one.
+
+        Example:
+            >>> MeshGroups(None).name([0, 1])
+            'ranks 0, 1'
+        """
         key = tuple(ranks)
         if key not in self._known:
             place = self._coordinates(key)
@@ -87,16 +92,6 @@ class MeshGroups:
         if bool((places < 0).any()):
             return None
         return torch.stack(torch.unravel_index(places, tuple(self.ranks.shape)), dim=-1)
-
-
-def group_name(mesh: DeviceMesh | None, ranks: Sequence[int]) -> str:
-    """Return the axes along which some global ranks differ, e.g. ``"tp"`` or ``"dp x tp"``; the ranks if the mesh lacks one.
-
-    Example:
-        >>> group_name(None, [0, 1])
-        'ranks 0, 1'
-    """
-    return MeshGroups(mesh).name(ranks)
 
 
 def _differing_axes(coordinates: torch.Tensor) -> list[int]:

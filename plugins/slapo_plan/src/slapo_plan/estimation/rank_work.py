@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
 
 from slapo_core import Program
 from slapo_training import PipelineAction
 
 from ..measurement.stage_record import StageRecord
+from ..recording.segments import PassRecord
 from ..records import CollectiveRecord, OperatorRecord, Work
 
 
@@ -40,6 +43,17 @@ def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping
     forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
     once = sum(count * _flops(records[index].forward.work) for index, count in forwards.items())
     return 3 * once * program.axis_size("dp") * program.axis_size("tp")
+
+
+def main_dtype(passes: Iterable[PassRecord]) -> torch.dtype:
+    """Return the type in which some passes compute most of their floating-point operations; ``float32`` without any."""
+    found: Counter[torch.dtype] = Counter()
+    for each in passes:
+        for record in each.work:
+            if isinstance(record, OperatorRecord):
+                found[record.dtype] += record.flops
+    (dtype, flops), *_ = [*found.most_common(1), (torch.float32, 0)]
+    return dtype if flops else torch.float32
 
 
 def _flops(work: Sequence[Work]) -> int:

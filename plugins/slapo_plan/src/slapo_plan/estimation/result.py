@@ -18,8 +18,6 @@ from .link_totals import CollectiveTotal, LinkTotal, TrafficMatrix
 from .rank_memory import RankMemory
 from .report import trace_path, write_page, write_trace
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass(frozen=True)
 class RankEstimate:
@@ -48,14 +46,16 @@ class Estimate:
         model: Class name of the unmodified model.
         target: Name of the dialect.
         layout: Number of ranks along each mesh axis.
-        settings: Options of ``build`` that differ from their defaults, and the rows of a micro-batch.
+        settings: Options of ``build`` that were given, those that are numbers, strings or flags.
         ranks: Each rank along ``pp``; empty if the schedule cannot be built.
         collectives: Collectives of each rank along ``pp``.
         links: What each rank along ``pp`` sends over each class of links.
         traffic: Bytes from ranks to ranks, or from groups to groups of many ranks; None if the schedule cannot be built.
         problems: Reasons why the step cannot run, one sentence each.
         notes: What the estimate leaves out, one sentence each.
-        model_flops: Floating-point operations of a step over all ranks, recomputation not counted.
+        model_flops: Three times the floating-point operations of all forwards of a step, over all ranks: recomputation is not
+            counted, frozen parameters count as trained ones, and what ranks compute alike counts for each.
+        dtype: Type in which the forwards compute most of them, whose peak FLOP/s the MFU is a share of.
         hardware: The cluster; None without one.
         time: The replayed step on it; None without hardware.
     """
@@ -71,6 +71,7 @@ class Estimate:
     problems: Sequence[str] = ()
     notes: Sequence[str] = field(default=())
     model_flops: int = 0
+    dtype: torch.dtype = torch.float32
     hardware: Hardware | None = None
     time: SimulatedStep | None = None
 
@@ -95,8 +96,7 @@ class Estimate:
         if self.time is None or self.hardware is None or not self.time.seconds:
             return None
         ranks = sum(each.count for each in self.ranks)
-        peak = self.hardware.peak_flops(_DTYPES.get(str(self.settings.get("precision")), torch.float32))
-        return self.model_flops / (self.time.seconds * ranks * peak)
+        return self.model_flops / (self.time.seconds * ranks * self.hardware.peak_flops(self.dtype))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""

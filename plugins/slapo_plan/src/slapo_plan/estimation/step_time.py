@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from slapo_core import Program
 from slapo_training import PipelineAction, StepModel
@@ -48,12 +48,18 @@ def step_time(
         single = sum(collective_seconds(each, busy) for each in waits if not each.overlapped)
         around = sum(pass_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
         fixed = max(fixed, single + around)
-    costs = StepCosts(
-        actions={
-            key: pass_seconds(part, busy)
+    passes = {key: part for index, each in enumerate(records) for key, part in _passes(index, each, microbatches)}
+    seconds = {key: _pass_seconds(part, busy) for key, part in passes.items()}
+    steps = {
+        rank: [
+            _pass_seconds(each.step or each.optimizer, busy)
             for index, each in enumerate(records)
-            for key, part in _passes(index, each, microbatches)
-        },
+            if program.rank_of(index) == rank
+        ]
+        for rank in order
+    }
+    costs = StepCosts(
+        actions={key: sum(parts) for key, parts in seconds.items()},
         messages=_messages(program, records, busy),
         message_mode=model.message_mode(options, stages, ranks, microbatches),
         reductions=reductions,
@@ -63,13 +69,10 @@ def step_time(
         buckets={
             index: max(1, len([each for each in others[program.rank_of(index)] if each.overlapped])) for index in reductions
         },
-        optimizer={
-            rank: sum(
-                pass_seconds(each.step or each.optimizer, busy)
-                for index, each in enumerate(records)
-                if program.rank_of(index) == rank
-            )
-            for rank in order
+        optimizer={rank: sum(map(sum, parts)) for rank, parts in steps.items()},
+        collectives={
+            rank: sum(seconds[stage, kind].waiting for kind, stage, _ in row) + sum(each.waiting for each in steps[rank])
+            for rank, row in order.items()
         },
         fixed=fixed,
     )
@@ -94,9 +97,20 @@ def _end_of_step(record: StageRecord, hardware: Hardware) -> float:
 
 def pass_seconds(part: PassRecord, hardware: Hardware) -> float:
     """Return the seconds of a pass, with those of its collectives that its operators do not hide."""
+    return sum(_pass_seconds(part, hardware))
+
+
+class _PassSeconds(NamedTuple):
+    """Seconds of a pass: those of its operators, and those in which it waits for collectives."""
+
+    computing: float
+    waiting: float
+
+
+def _pass_seconds(part: PassRecord, hardware: Hardware) -> _PassSeconds:
     found = work_seconds(part.work, hardware)
     hidden = found.compute if hardware.overlaps else 0.0
-    return found.compute + found.communication + max(0.0, found.overlapped - hidden)
+    return _PassSeconds(found.compute, found.communication + max(0.0, found.overlapped - hidden))
 
 
 def _messages(program: Program, records: Sequence[StageRecord], hardware: Hardware) -> dict[tuple[int, int], float]:

@@ -39,14 +39,14 @@ def calibrate(
         name: Name of the hardware.
 
     Raises:
-        SlapoError: there are fewer GPUs than ranks, or a process failed.
+        SlapoError: no or negative numbers of ranks, fewer GPUs than ranks, or a process failed or took longer than 10 minutes.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     counts = sorted({*ranks})
-    if device_type == "cuda" and counts[-1] > torch.cuda.device_count():
-        raise SlapoError(f"{counts[-1]} ranks, but {torch.cuda.device_count()} GPUs; calibrate with fewer ranks")
     if not counts or counts[0] < 1:
         raise SlapoError(f"ranks is {[*ranks]}; give numbers of ranks from 1 on, e.g. (1, 2)")
+    if device_type == "cuda" and counts[-1] > torch.cuda.device_count():
+        raise SlapoError(f"{counts[-1]} ranks, but {torch.cuda.device_count()} GPUs; calibrate with fewer ranks")
     with tempfile.TemporaryDirectory(prefix="slapo-calibrate-") as folder:
         found = _measure(Path(folder), {"counts": counts, "threads": threads, "device_type": device_type})
     measurements = tuple(_measurements(each) for each in found["measured"])

@@ -12,7 +12,7 @@ from .cluster_parts import Link
 from .description import Hardware
 from .rate_curve import Curve
 
-_VOLUME = {"all_reduce": 2.0, "broadcast": 1.0, "reduce": 1.0, "send": 1.0}
+_VOLUME = {"all_reduce": 2.0}
 """Copies of the tensor that pass a link in the limit of many ranks; 1 for all other kinds."""
 
 
@@ -78,8 +78,9 @@ def link_bytes(kind: str, nbytes: int, count: int, nodes: int = 1, local: int = 
 
 
 def _share(kind: str, nbytes: float, count: int) -> float:
-    """Return the bytes that each of so many ranks sends."""
-    return _VOLUME.get(kind, 1.0) * nbytes * (count - 1) / count
+    """Return the bytes that each of so many ranks sends, in the mean."""
+    copies = 1 / count if kind in ("gather", "scatter") else _VOLUME.get(kind, 1.0)  # each rank's part passes one link
+    return copies * nbytes * (count - 1) / count
 
 
 def _measured_seconds(kind: str, count: int, hardware: Hardware) -> Curve | None:

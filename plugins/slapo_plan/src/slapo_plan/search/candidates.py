@@ -19,7 +19,7 @@ from .layouts import Layout, Rejection, Step
 from .model_measurement import CHECKPOINTS
 from .model_record import ModelRecord
 from .part_seconds import PartSeconds
-from .stage_costs import StageCost, stage_costs
+from .stage_costs import StageCost, seconds_after, stage_costs
 
 GIB = 2**30
 
@@ -33,7 +33,7 @@ class Candidate:
         stages: Cost of each pipeline stage.
         step_seconds: Predicted seconds of a step.
         bubble: Share of the time in which ranks wait for the pipeline.
-        flops: Floating-point operations of a step over all ranks, without recomputation.
+        flops: Three times the floating-point operations of all forwards of a step, over all ranks.
         mfu: Share of the peak FLOP/s of all devices, recomputation not counted.
         paths: Paths of the blocks.
         build_options: Options of ``build``.
@@ -66,6 +66,11 @@ class Candidate:
     def peak(self) -> int:
         """Most bytes of any rank."""
         return max(each.peak for each in self.stages)
+
+    @property
+    def after(self) -> float:
+        """Seconds behind the last backward: gradient reduction that no backward hides, and the optimizer."""
+        return seconds_after(self.stages)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -155,7 +160,6 @@ def candidate_of(
     facts: EngineFacts,
     seconds: PartSeconds,
     options: Mapping[str, Any],
-    dtype: Any,
     *,
     solves: bool = False,
     policy: str = "",
@@ -168,7 +172,6 @@ def candidate_of(
         facts: What the engine tells of its step.
         seconds: Seconds on the device.
         options: Options of ``build``.
-        dtype: Type in which matrices are multiplied, for the MFU.
         solves: As in ``stage_costs``.
         policy: As in ``stage_costs``.
     """
@@ -180,7 +183,7 @@ def candidate_of(
     step, bubble = _step(record, layout, stages, seconds)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
-    mfu = total / (step * ranks * seconds.hardware.peak_flops(dtype)) if step else 0.0
+    mfu = total / (step * ranks * seconds.peak_flops(record)) if step else 0.0
     return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options)
 
 
@@ -206,7 +209,7 @@ def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seco
     filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
     pipeline = layout.microbatches * slowest + filling
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
-    return pipeline + max(each.after for each in stages), max(0.0, bubble)
+    return pipeline + seconds_after(stages), max(0.0, bubble)
 
 
 def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float:
@@ -242,6 +245,6 @@ def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: 
     ran = max(action.microbatch for action in facts.order[0]) + 1
     work = [sum(each.forward + each.backward for each in stages if each.rank == rank) for rank in range(layout.pp)]
     pipeline = run.seconds + (layout.microbatches - ran) * max(work)
-    step = pipeline + max(each.after for each in stages)
+    step = pipeline + seconds_after(stages)
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
     return replace(candidate, step_seconds=step, bubble=bubble, mfu=candidate.mfu * candidate.step_seconds / step)

@@ -193,6 +193,9 @@ class LayoutSpace:
                 yield from self._options(Layout(tp, pp, dp, rows, microbatches))
 
     def _options(self, layout: Layout) -> Iterator[Layout]:
+        if layout.dp == 1 and not self._allows("data_parallel", self._replicas(layout)[0]):
+            words = " or ".join(map(str, self.constraints["data_parallel"]))
+            self._reject(layout, ("tp", "pp", "dp"), f"there is one replica, and {words} needs 2 or more; leave it out")
         choices: dict[str, Sequence[Any]] = {
             "sequence_parallel": self._flags("sequence_parallel", (False, True)) if layout.tp > 1 else (False,),
             "parallel_loss": self._flags("parallel_loss", (False,)) if layout.tp > 1 else (False,),
@@ -224,7 +227,16 @@ class LayoutSpace:
             is_asked = choice.is_default if wanted is None else name in wanted
             if is_asked and (choice.stages_per_rank == 1 or stages <= min(self.blocks, layout.microbatches)):
                 found.append(name)
+            elif is_asked and wanted is not None:
+                have = f"the model has {self.blocks} blocks, and a step {layout.microbatches} micro-batches"
+                reason = f"{name} has {stages} stages, and needs as many blocks and micro-batches; {have}"
+                self._reject(layout, ("tp", "pp", "dp", "microbatches"), reason)
         return found
+
+    def _reject(self, layout: Layout, names: Sequence[str], reason: str) -> None:
+        rejection = Rejection({name: getattr(layout, name) for name in names}, reason)
+        if rejection not in self.rejected:
+            self.rejected.append(rejection)
 
     def _allows(self, name: str, value: Any) -> bool:
         return name not in self.constraints or value in self.constraints[name]

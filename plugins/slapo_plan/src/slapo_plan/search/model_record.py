@@ -8,7 +8,8 @@ from typing import Any
 
 from ..measurement.segmented_stage import SegmentedStage
 from ..recording.segments import PassRecord, Segments
-from ..records import CollectiveRecord, OperatorRecord, Work
+from ..records import OperatorRecord, Work
+from .row_extrapolation import number_at_rows, pass_at_rows
 
 NOTHING = PassRecord()
 PASSES = ("forward", "first_backward", "next_backward", "inputs_backward", "first_weights", "next_weights")
@@ -47,8 +48,8 @@ class Part:
 
     def at(self, rows: int, other: Part) -> Part:
         """Return the part for some rows, on the line through this one, of one row, and ``other``, of two."""
-        passes: dict[str, Any] = {name: _line(getattr(self, name), getattr(other, name), rows - 1) for name in PASSES}
-        return replace(self, **passes, late=_number(self.late, other.late, rows - 1))
+        passes: dict[str, Any] = {name: pass_at_rows(getattr(self, name), getattr(other, name), rows) for name in PASSES}
+        return replace(self, **passes, late=number_at_rows(self.late, other.late, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class StageEnds:
     def at(self, rows: int, other: StageEnds) -> StageEnds:
         """Return the ends for some rows, as ``Part.at`` does."""
         sizes = {
-            name: _number(getattr(self, name), getattr(other, name), rows - 1) for name in ("received", "sent", "sent_back")
+            name: number_at_rows(getattr(self, name), getattr(other, name), rows) for name in ("received", "sent", "sent_back")
         }
         return StageEnds(self.entry.at(rows, other.entry), self.exit.at(rows, other.exit), **sizes)
 
@@ -110,7 +111,7 @@ class ModelRecord:
                 known[id(own)] = own.at(rows, their)
         blocks = {policy: tuple(known[id(each)] for each in parts) for policy, parts in self.blocks.items()}
         ends = {name: getattr(self, name).at(rows, getattr(other, name)) for name in ("first", "middle", "last")}
-        batch, output = _number(self.batch, other.batch, rows - 1), _number(self.output, other.output, rows - 1)
+        batch, output = number_at_rows(self.batch, other.batch, rows), number_at_rows(self.output, other.output, rows)
         return replace(self, **ends, blocks=blocks, batch=batch, output=output)
 
 
@@ -260,25 +261,6 @@ def _without(work: tuple[Work, ...], parts: Iterable[PassRecord]) -> tuple[Work,
             if record in left:
                 left.remove(record)
     return tuple(left)
-
-
-def _line(one: PassRecord, other: PassRecord, times: int) -> PassRecord:
-    work: tuple[Work, ...] = one.work
-    if len(one.work) == len(other.work):
-        work = tuple(_work_at(*pair, times) for pair in zip(one.work, other.work, strict=True))
-    return PassRecord(_number(one.peak, other.peak, times), _number(one.change, other.change, times), work)
-
-
-def _work_at(one: Work, other: Work, times: int) -> Work:
-    nbytes = _number(one.nbytes, other.nbytes, times)
-    if isinstance(one, CollectiveRecord) or isinstance(other, CollectiveRecord):
-        return one._replace(nbytes=nbytes)
-    shape = tuple(_number(*pair, times) for pair in zip(one.shape, other.shape, strict=False))
-    return one._replace(nbytes=nbytes, flops=_number(one.flops, other.flops, times), shape=shape)
-
-
-def _number(one: int, other: int, times: int) -> int:
-    return one + (other - one) * times
 
 
 def flops_of(record: PassRecord) -> int:

@@ -28,7 +28,6 @@ from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_m
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _REFINED = 10
 """Number of fastest candidates whose policies are solved for, stages are those of the cut model, and actions are replayed."""
 
@@ -120,9 +119,8 @@ class ModelSource:
         if stages > 1 and blocks < stages:  # the forward reads what the lists hold, and does not call it
             settings = {"tp": layout.tp, "pp": layout.pp} if blocks < layout.pp else layout._asdict()
             return Rejection(settings, f"the model has {blocks} blocks to cut between")
-        dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
         options = self._engine.build_options(layout)
-        return candidate_of(record, layout, facts, self._seconds, options, dtype, solves=refines, policy=policy)
+        return candidate_of(record, layout, facts, self._seconds, options, solves=refines, policy=policy)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..estimation.rank_work import main_dtype
 from ..estimation.step_time import pass_seconds
 from ..hardware import Hardware, collective_seconds
 from ..recording.segments import PassRecord
@@ -22,7 +21,8 @@ class PartSeconds:
         self.hardware = hardware
         self._known: dict[int, tuple[PassRecord, float]] = {}
         self._collectives: dict[CollectiveRecord, float] = {}
-        self._flops: dict[int, tuple[Any, int]] = {}
+        self._flops: dict[int, tuple[ModelRecord, int]] = {}
+        self._peaks: dict[int, tuple[ModelRecord, float]] = {}
 
     def __call__(self, record: PassRecord) -> float:
         """Return the seconds of a pass, its collectives included."""
@@ -43,3 +43,11 @@ class PartSeconds:
             known = {id(each): flops_of(each.forward) for each in dict.fromkeys(parts)}
             self._flops[id(record)] = record, 3 * sum(known[id(each)] for each in parts)
         return self._flops[id(record)][1]
+
+    def peak_flops(self, record: ModelRecord) -> float:
+        """Return the peak FLOP/s of the type in which the forward computes most operations."""
+        if id(record) not in self._peaks:
+            parts = dict.fromkeys([record.first.entry, *record.blocks["none"], record.last.exit])
+            dtype = main_dtype(each.forward for each in parts)
+            self._peaks[id(record)] = record, self.hardware.peak_flops(dtype)
+        return self._peaks[id(record)][1]

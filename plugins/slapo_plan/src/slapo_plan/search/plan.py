@@ -117,7 +117,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{index}. {each}" for index, each in enumerate(self.candidates[:10], 1)]
-        if len(self.candidates) > 1:
+        if len(self.candidates) > 1 and self.candidates[0].step_seconds <= self.candidates[1].step_seconds:
             lines.insert(1, f"   {_advantage(*self.candidates[:2])}")
         lines += [f"note: {note}" for note in self.notes]
         if not self.candidates:
@@ -179,7 +179,7 @@ def _advantage(best: Candidate, other: Candidate) -> str:
     gains = {
         "less waiting in the pipeline": other.bubble * other.step_seconds - best.bubble * best.step_seconds,
         "less recomputation and faster passes": _passes(other) - _passes(best),
-        "less exposed reduction and optimizer": _after(other) - _after(best),
+        "less exposed reduction and optimizer": other.after - best.after,
     }
     name = max(gains, key=lambda each: gains[each])
     return f"{other.step_seconds / best.step_seconds - 1:.1%} faster than the next: {name}"
@@ -188,7 +188,3 @@ def _advantage(best: Candidate, other: Candidate) -> str:
 def _passes(candidate: Candidate) -> float:
     seconds = sum(each.forward + each.backward for each in candidate.stages)
     return candidate.layout.microbatches * seconds / len(candidate.stages)
-
-
-def _after(candidate: Candidate) -> float:
-    return max(each.after for each in candidate.stages)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -44,6 +45,14 @@ class StageCost:
     def num_checkpointed(self) -> int:
         """Number of its blocks that are recomputed in part or whole."""
         return sum(each != "none" for each in self.policies)
+
+
+def seconds_after(stages: Iterable[StageCost]) -> float:
+    """Return the seconds of reduction and optimizer on the slowest rank, which may have several stages."""
+    ranks: dict[int, float] = defaultdict(float)
+    for each in stages:
+        ranks[each.rank] += each.after
+    return max(ranks.values())
 
 
 def split_blocks(record: ModelRecord, stages: int, seconds: PartSeconds) -> list[int]:
@@ -184,6 +193,8 @@ class _Rank:
             gather, reduce = collective("all_gather", parameters), collective("reduce_scatter", gradients)
             if not self.replicas.gathers_blocks:
                 return forward, backward, optimizer + gather + reduce
+            if not self.seconds.hardware.overlaps:
+                return forward + gather, backward + gather + reduce, optimizer
             return max(forward, gather), max(backward, gather) + reduce, optimizer
         if divided:  # a reduce-scatter of gradients and a gather of what the optimizer has stepped
             optimizer += collective("all_gather", parameters)

@@ -86,7 +86,8 @@ def run_pipeline(
         mode: How messages are sent.
 
     Raises:
-        ValueError: ranks wait for each other for ever, or some actions have no seconds.
+        ValueError: ranks wait for each other for ever.
+        KeyError: an action has no seconds.
     """
     return _Players(order, seconds, message_seconds or {}, mode).run()
 

@@ -23,8 +23,8 @@ class StepCosts:
         overlapped_reductions: True if a bucket is reduced during the last backward of its stage, as soon as it is full.
         buckets: Number of buckets of each stage whose reductions overlap; 1 for a stage that is missing.
         optimizer: Seconds of the optimizer of each rank along ``pp``.
-        waits: True if the optimizers of all ranks start together, e.g. behind the norm of all gradients.
-        fixed: Seconds of a step before its first action and after its optimizer, e.g. the check of the batch.
+        collectives: Seconds of each rank in its actions and its optimizer in which it waits for collectives.
+        fixed: Seconds of collectives before the first action and after the optimizer, e.g. the check of the batch.
     """
 
     actions: Mapping[tuple[int, str], float]
@@ -34,7 +34,7 @@ class StepCosts:
     overlapped_reductions: bool = False
     buckets: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
-    waits: bool = True
+    collectives: Mapping[int, float] = field(default_factory=dict)
     fixed: float = 0.0
 
 
@@ -48,9 +48,9 @@ class SimulatedStep:
         bubble: Share of the time without computation, from the first forward to the last backward.
         ideal_bubble: The same if messages took no time; that of ``slapo_torch.timeline.bubble`` for this order of actions.
         reduced: Time at which the gradients of each rank are reduced.
-        computing: Mean over ranks of the seconds in actions and in the optimizer.
+        computing: Mean over ranks of the seconds in actions and in the optimizer, without waits for collectives.
         waiting: Mean over ranks of the seconds without work for them in this order of actions.
-        communicating: Rest of the step: messages and reductions that nothing hides.
+        communicating: Rest of the step: collectives and messages that nothing hides.
         updates: Start and end of the optimizer of each rank.
     """
 
@@ -84,7 +84,7 @@ class SimulatedStep:
 
 
 def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
-    """Replay one training step of one pipeline.
+    """Replay one training step of one pipeline. The optimizers of all ranks start together, behind the norm of all gradients.
 
     Args:
         order: Actions of each rank along ``pp``.
@@ -98,13 +98,12 @@ def simulate_step(order: Order, costs: StepCosts) -> SimulatedStep:
     ideal = run if not any(costs.messages.values()) else run_pipeline(order, costs.actions)
     reduced = {rank: _reduction_end(run, rank, costs) for rank in order}
     start = max(reduced.values(), default=0.0)
-    begins = {rank: start if costs.waits else reduced[rank] for rank in order}
-    updates = {rank: (begin, begin + costs.optimizer.get(rank, 0.0)) for rank, begin in begins.items()}
+    updates = {rank: (start, start + costs.optimizer.get(rank, 0.0)) for rank in order}
     seconds = costs.fixed + max((end for _, end in updates.values()), default=0.0)
     ranks = max(1, len(order))
-    computing = (run.busy + sum(costs.optimizer.values())) / ranks
+    computing = (run.busy + sum(costs.optimizer.values()) - sum(costs.collectives.values())) / ranks
     waiting = ideal.seconds - ideal.busy / ranks
-    communicating = max(0.0, seconds - costs.fixed - computing - waiting)
+    communicating = max(0.0, seconds - computing - waiting)
     return SimulatedStep(seconds, run, run.bubble, ideal.bubble, reduced, computing, waiting, communicating, updates)
 
 

@@ -37,7 +37,7 @@ def plan_page(data: Data) -> str:
 
             - ``title``, ``model``, ``target``: strings.
             - ``layout``: mesh axis to its size, e.g. ``{"tp": 2, "pp": 4, "dp": 8}``.
-            - ``hardware``: ``name`` and ``memory_bytes`` of one device.
+            - ``hardware``: ``name`` of a device, and ``memory_bytes``, the part of its memory that tensors may fill.
             - ``settings``: name to value.
             - ``ranks``: a list of equal ranks, each with ``ranks`` (first and last) or ``rank`` (along ``pp``), ``count`` if it
               is not all between them, ``stages``, ``memory`` (kind to bytes at the peak), ``peak_bytes``, and ``when`` the
