@@ -117,7 +117,7 @@ class ModelSource:
         if isinstance(record, str):
             return Rejection({"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}, record)
         blocks, stages = len(record.paths), sum(map(len, facts.stages.values()))
-        if 1 < stages and blocks < stages:  # the forward reads what the lists hold, and does not call it
+        if stages > 1 and blocks < stages:  # the forward reads what the lists hold, and does not call it
             settings = {"tp": layout.tp, "pp": layout.pp} if blocks < layout.pp else layout._asdict()
             return Rejection(settings, f"the model has {blocks} blocks to cut between")
         dtype = _DTYPES.get(str(self.options.get("precision", "fp32")), torch.float32)
