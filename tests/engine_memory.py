@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from slapo_core import Schedule, build, create_schedule
 from slapo_plan import estimate, fake_ranks
-from slapo_plan.estimation.process_groups import group_name
+from slapo_plan.estimation.process_groups import MeshGroups
 from slapo_plan.measurement.engine_run import measure_step
 from slapo_training import CollectiveRecord
 
@@ -67,6 +67,7 @@ def measured(rank: int, kind: str, target: str, cases: list[tuple[dict[str, int]
         mesh = init_device_mesh(
             "cpu", tuple(layout.get(axis, 1) for axis in ("pp", "dp", "tp")), mesh_dim_names=("pp", "dp", "tp")
         )
+        names = MeshGroups(mesh)
         gc.collect()
         before = _storages()
         sch = schedule(make(kind), mesh, layout)
@@ -78,7 +79,7 @@ def measured(rank: int, kind: str, target: str, cases: list[tuple[dict[str, int]
         run: Any = lambda engine=engine, options=options: engine.train_batch(**batch(options))  # noqa: E731
         step = min((measure_step(run) for _ in range(2)), key=lambda each: each.peak)  # gloo's threads may keep a tensor longer
         work = [each for each in step.work if isinstance(each, CollectiveRecord) and len(each.ranks) > 1]
-        sent = Counter((each.kind, group_name(mesh, each.ranks), each.nbytes) for each in work)
+        sent = Counter((each.kind, names.name(each.ranks), each.nbytes) for each in work)
         found.append(RankStep(step.held - left, step.peak - left, sent))
         engine.close()
         del engine, sch, run

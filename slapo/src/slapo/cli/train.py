@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..run_data.saved_schedule import other_build_options
 from ..run_data.settings import TOLERANCES, Settings
 from . import flags
 from .schedule_flags import with_schedule_values
@@ -61,7 +62,8 @@ def train(
 
     Started by torchrun, as for several machines, it joins that world instead of starting processes of its own.
     """
-    settings = Settings(**{**with_schedule_values(ctx), "data": tuple(data or ())})
+    built = other_build_options(schedule) if schedule.endswith(".py") else {}
+    settings = Settings(**{**with_schedule_values(ctx), "data": tuple(data or ()), "build_options": built})
     settings.check()
     from ..training.train_run import run_training  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
 

@@ -21,11 +21,11 @@ FLAGS = {
 """Name in a layout, in options of ``build`` or in a space to the flag that it sets."""
 
 _MODEL = {name: name for name in ("model", "layers", "hidden", "heads", "seq", "batch")}
-_STRINGS = ("model", "precision", "data_parallel", "schedule_kind")
+_STRINGS = ("model", "precision", "data_parallel", "schedule_kind", "target")
 
 
 def saved_settings(path: str) -> dict[str, Any]:
-    """Return flags from the literal assignments ``layout``, ``build`` and ``model`` of a Python schedule file.
+    """Return flags from the literal assignments ``layout``, ``build``, ``target`` and ``model`` of a Python schedule file.
 
     A file without them, or that cannot be read, gives none: who runs it reports what is wrong with it.
 
@@ -33,19 +33,29 @@ def saved_settings(path: str) -> dict[str, Any]:
         SettingsError: a value is not a number or not a string, as its flag is.
     """
     found: dict[str, Any] = {}
-    for name, node in _assignments(path):
-        if name not in ("layout", "build", "model"):
-            continue
-        try:
-            given = ast.literal_eval(node.value)
-        except ValueError:
-            continue
-        if isinstance(given, dict):
-            flags = _MODEL if name == "model" else FLAGS
-            values = {flags[key]: value for key, value in given.items() if key in flags}
-            _check(values, f"--schedule {path}: line {node.lineno}: ", name)
-            found |= values
+    for name, given, line in _literals(path):
+        flags = _MODEL if name == "model" else FLAGS
+        values = {flags[key]: value for key, value in given.items() if key in flags} if isinstance(given, dict) else {}
+        values |= {"target": given} if name == "target" else {}
+        _check(values, f"--schedule {path}: line {line}: ", name)
+        found |= values
     return found
+
+
+def other_build_options(path: str) -> dict[str, Any]:
+    """Return the options of ``build`` of a Python schedule file that are no flags, such as those of its engine's stages."""
+    named = [given for name, given, _ in _literals(path) if name == "build" and isinstance(given, dict)]
+    return {key: value for given in named for key, value in given.items() if key not in FLAGS}
+
+
+def _literals(path: str) -> Iterator[tuple[str, Any, int]]:
+    """Yield name, value and line of the assignments that say how a schedule is built."""
+    for name, node in _assignments(path):
+        if name in ("layout", "build", "model", "target"):
+            try:
+                yield name, ast.literal_eval(node.value), node.lineno
+            except ValueError:
+                continue
 
 
 def declares_space(path: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Settings:
         schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
         device: ``"cpu"`` or ``"cuda"``.
         report: Folder for ``report.html``, ``schedule.json`` and ``trace.json``; empty writes none.
+        build_options: Further options of ``build``, from the schedule file.
     """
 
     model: str = "gpt2"
@@ -70,6 +72,7 @@ class Settings:
     device: str = "cpu"
     reference: bool = False
     report: str = ""
+    build_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -145,12 +148,12 @@ def is_folder(model: str) -> bool:
 
 
 def engine_options(settings: Settings) -> dict[str, Any]:
-    """Return the options of ``build`` other than the optimizer: those of every target, and those of target ``torch``."""
+    """Return the options of ``build`` other than the optimizer: those of every target, those of ``torch``, and the file's."""
     options: dict[str, Any] = {"microbatches": settings.microbatches, "precision": settings.precision}
     if settings.target == "torch":
         options |= {"pipeline_schedule": settings.schedule_kind, "data_parallel": settings.data_parallel}
         options["record_timeline"] = bool(settings.report)
-    return options
+    return {**options, **settings.build_options}
 
 
 def _check_positive(name: str, value: int) -> None:

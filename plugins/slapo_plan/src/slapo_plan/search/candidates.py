@@ -37,6 +37,7 @@ class Candidate:
         mfu: Share of the peak FLOP/s of all devices, recomputation not counted.
         paths: Paths of the blocks.
         build_options: Options of ``build``.
+        target: Name of the dialect.
         is_estimated: True if memory and seconds are those of the estimate of its real schedule.
     """
 
@@ -48,6 +49,7 @@ class Candidate:
     mfu: float
     paths: tuple[str, ...]
     build_options: Mapping[str, Any]
+    target: str = "torch"
     is_estimated: bool = False
 
     def with_estimate(self, exact: Estimate) -> Candidate:
@@ -136,6 +138,7 @@ class Candidate:
             f"layout = {layout!r}",
             f"build = {dict(self.build_options)!r}",
         ]
+        head += [f"target = {self.target!r}"] if self.target != "torch" else []
         head += [f"model = {dict(model)!r}"] if model else []
         try:
             Path(path).write_text("\n".join([*head, "", "", *lines, ""]), encoding="utf-8")
@@ -160,6 +163,7 @@ def candidate_of(
     facts: EngineFacts,
     seconds: PartSeconds,
     options: Mapping[str, Any],
+    target: str,
     *,
     solves: bool = False,
     policy: str = "",
@@ -172,6 +176,7 @@ def candidate_of(
         facts: What the engine tells of its step.
         seconds: Seconds on the device.
         options: Options of ``build``.
+        target: Name of the dialect.
         solves: As in ``stage_costs``.
         policy: As in ``stage_costs``.
     """
@@ -184,7 +189,7 @@ def candidate_of(
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
     mfu = total / (step * ranks * seconds.peak_flops(record)) if step else 0.0
-    return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options)
+    return Candidate(layout, tuple(stages), step, bubble, total, mfu, record.paths, options, target)
 
 
 def _too_large(stages: Sequence[StageCost], index: int, limit: int, policy: str) -> str:

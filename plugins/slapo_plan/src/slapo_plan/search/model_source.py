@@ -120,7 +120,7 @@ class ModelSource:
             settings = {"tp": layout.tp, "pp": layout.pp} if blocks < layout.pp else layout._asdict()
             return Rejection(settings, f"the model has {blocks} blocks to cut between")
         options = self._engine.build_options(layout)
-        return candidate_of(record, layout, facts, self._seconds, options, solves=refines, policy=policy)
+        return candidate_of(record, layout, facts, self._seconds, options, self.target, solves=refines, policy=policy)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
         """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""
