@@ -72,12 +72,14 @@ def test_memory_and_collectives_are_those_of_real_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_memory_of_all_stages_and_precisions(kind: str) -> None:
     _check(kind, _SLOW)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_replicas_of_stages_and_of_shards() -> None:
     _check("gpt2", _FOUR_RANKS, 4)
 

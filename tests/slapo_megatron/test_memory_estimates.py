@@ -39,12 +39,14 @@ def test_memory_and_collectives_are_those_of_real_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_memory_in_all_precisions_and_layouts(kind: str) -> None:
     _check(kind, _SLOW)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_memory_of_interleaved_stages() -> None:
     flush = {"config": {"transformer": {"overlap_p2p_comm_warmup_flush": True}}}
     group = {"config": {"transformer": {"microbatch_group_size_per_vp_stage": 3}}}
@@ -60,6 +62,7 @@ def test_memory_of_interleaved_stages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_replicas_of_stages_and_of_shards() -> None:
     overlapped = {"config": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}}
     cases: list[Case] = [

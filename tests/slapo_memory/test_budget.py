@@ -143,6 +143,17 @@ def test_a_model_that_a_budget_was_solved_for_goes_when_nobody_holds_it() -> Non
     assert len(entries()) <= others
 
 
+def test_a_checkpoint_in_front_of_a_budget_goes_when_nobody_holds_it() -> None:
+    _, sch = make_schedule()
+    sch["layers.0"].checkpoint()
+    sch["layers.1"].checkpoint(budget=0.5)
+    sch["layers.2"].checkpoint(budget=0.5)
+    weights = [weakref.ref(each) for each in sch.mod.parameters()]
+    del sch
+    gc.collect()
+    assert not [each for each in weights if each() is not None]
+
+
 def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:
     _, sch = make_schedule()
     sch["layers.0"].checkpoint(budget=2 * INPUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from slapo_core import Program, TraceError, build_program
+from slapo_core import Program, TraceError, build, build_program, create_schedule
 from slapo_pipeline.partition import for_any_values
 from slapo_pipeline.pipe import pipeline
+from slapo_testing import run_distributed
 
 from ..stage_comparison import assert_same, cut, expected_of, loss_of
 
@@ -196,3 +199,31 @@ def test_blocks_that_receive_values_are_run_once() -> None:
         layer.self_attn.q_proj = Counted(16, 16)
     build_program(cut(model, batch("right"), "model.layers.1"))
     assert next(calls) == 1
+
+
+def _train_on_some_padded(rank: int) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model = llama().train()
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = create_schedule(model, mesh=mesh, example_inputs={name: each[:1] for name, each in batch("ones").items()})
+    schedule["model.layers.1"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=lambda each: torch.optim.SGD(each, lr=0.5), microbatches=2)
+    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.5), []
+    for kind in ("ones", "right", "left", "ones"):
+        loss = plain(**batch(kind)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((float(engine.train_batch(**batch(kind))), float(loss)))
+    engine.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_an_engine_trains_on_padded_and_unpadded_micro_batches() -> None:
+    """In the padded batches one of two micro-batches is padded."""
+    for losses in run_distributed(_train_on_some_padded, 2):
+        for found, expected in losses:
+            assert found == pytest.approx(expected, abs=1e-5)

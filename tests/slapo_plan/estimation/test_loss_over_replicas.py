@@ -50,12 +50,14 @@ def check(layouts: Sequence[str], ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(400)
 def test_two_ranks() -> None:
     check([name for name, layout in LAYOUTS.items() if layout.ranks == 2], 2)
 
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(400)
 def test_four_ranks() -> None:
     check(["pp-ddp"], 4)
 

@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core import Schedule, create_schedule, init_empty_weights
 from slapo_plan import estimate, fake_ranks
 from slapo_plan.measurement import repeated_blocks
-from slapo_plan.measurement.repeated_blocks import LONGEST_PATTERN, block_runs
+from slapo_plan.measurement.repeated_blocks import LONGEST_PATTERN, block_runs, largest_run
 from tests.zoo.families import FAMILIES, Family
 
 
@@ -149,3 +149,32 @@ def test_a_model_that_counts_its_blocks_is_measured_whole(monkeypatch: pytest.Mo
     found = estimate(sch, batch)
     monkeypatch.setattr(repeated_blocks, "KEPT", 1000)
     assert found == estimate(sch, batch)
+
+
+class NumberedAndDeep(Net):
+    """Numbered blocks, and behind them others with more parameters; the former are measured whole, the latter are not."""
+
+    def __init__(self) -> None:
+        super().__init__(*(32,) * 9)
+        self.text = nn.ModuleList(Block(64) for _ in range(9))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        x = states[8]
+        for layer in self.text:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_blocks_beside_counted_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, model = {"ids": torch.zeros(2, 12, dtype=torch.long)}, NumberedAndDeep()
+    (run,) = largest_run(block_runs(model))
+    assert run.holder is model.text
+    sch = create_schedule(model, example_inputs=batch)
+    found = estimate(sch, batch)
+    monkeypatch.setattr(repeated_blocks, "KEPT", 1000)
+    whole = estimate(sch, batch)
+    assert [each.memory for each in found.ranks] == [each.memory for each in whole.ranks]
+    assert found.flops == whole.flops

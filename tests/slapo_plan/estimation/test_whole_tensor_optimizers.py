@@ -49,6 +49,7 @@ def check(model: str, layouts: Sequence[str], ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_memory_and_collectives_are_those_of_real_ranks(model: str) -> None:
     check(model, ["tp", "fsdp"], 2)
@@ -56,6 +57,7 @@ def test_memory_and_collectives_are_those_of_real_ranks(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.timeout(400)
 def test_shards_of_replicas_on_four_ranks() -> None:
     check("llama", ["tp-fsdp", "tp-ddp"], 4)
 

@@ -117,6 +117,28 @@ def test_unusual_models_are_planned(make: type[nn.Module]) -> None:
     assert found.best.layout.dp == 2
 
 
+class Uncalled(nn.Module):
+    """Runs what its lists hold by a loop of its own; no block is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"inner": nn.Linear(32, 32)}) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["inner"](x).relu()
+        return x.square().mean()
+
+
+def test_lists_whose_modules_are_not_called_are_no_blocks_to_cut_between() -> None:
+    found = plan(
+        Uncalled(), {"x": torch.zeros(1, 32)}, ranks=2, global_batch=4, hardware="h100", constraints={"tp": 1}, check=0
+    )
+    assert {each.layout.dp for each in found} == {2}
+    (rejected,) = found.rejected
+    assert str(rejected) == "tp=1 pp=2: the model has 0 blocks to cut between"
+
+
 @pytest.mark.parametrize("numbers", [{"ranks": 0, "global_batch": 4}, {"ranks": 1, "global_batch": -2}])
 def test_numbers_that_are_not_positive_are_one_sentence(numbers: dict[str, int]) -> None:
     with pytest.raises(SlapoError, match="^plan: (ranks is 0|global_batch is -2); give a whole number from 1 on$"):

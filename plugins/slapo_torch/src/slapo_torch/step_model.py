@@ -160,7 +160,7 @@ class TorchStageRunner(StageRunner):
 
     @property
     def loss_collectives(self) -> Sequence[CollectiveRecord]:  # type: ignore[override]
-        return self._replica_loss.collectives if self._replica_loss is not None else ()
+        return [CollectiveRecord(*each) for each in self._replica_loss.collectives] if self._replica_loss is not None else []
 
     def parameters(self, program: Program, stage: int) -> StageParameters:
         if self._options.data_parallel != "fsdp" or program.axis_size("dp") == 1:

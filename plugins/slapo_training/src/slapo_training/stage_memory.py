@@ -80,7 +80,7 @@ class StageMemory:
         if len(group) > 1 and nbytes:
             self.collectives.append(CollectiveRecord(kind, nbytes, group, overlapped))
 
-    def running(self) -> AbstractContextManager[None]:
+    def run_context(self) -> AbstractContextManager[None]:
         """Return a context in which the stage runs, for functions that the engine replaces."""
         return nullcontext()
 

@@ -153,10 +153,9 @@ def _layer_types(config: PretrainedConfig, layers: int) -> dict[str, Any]:
 
 
 def _key_value_heads(default: int | None, default_heads: int, settings: Settings) -> int:
-    """Keep the family's grouping where it divides and every tensor-parallel rank gets a head; else one per query head."""
+    """Keep the family's grouping where it divides, else one per query head; the layout changes nothing, as a plan has many."""
     heads = max(1, settings.heads * (default or default_heads) // default_heads)
-    fits = settings.heads % heads == 0 and heads % settings.tp == 0
-    return heads if fits else settings.heads
+    return heads if settings.heads % heads == 0 else settings.heads
 
 
 def _tokens(config: PretrainedConfig) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class GatheredMemory(StageMemory):
         if part:
             yield part
 
-    def running(self) -> AbstractContextManager[None]:
+    def run_context(self) -> AbstractContextManager[None]:
         return replaced_linear() if self._settings.replaces_linear else nullcontext()
 
     def held(self) -> Mapping[str, Sequence[torch.Tensor]]:

@@ -224,7 +224,7 @@ class _Recorder(CountingMode):  # type: ignore[no-untyped-call]
         self.ran = len(self.operators)
         if storage_key(tensor) not in self.own:
             self.saved[storage_key(tensor)] = tensor
-        return tensor
+        return tensor.detach()  # a node that holds its own output is a cycle that no collector finds
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
         """Run an operator and record it."""

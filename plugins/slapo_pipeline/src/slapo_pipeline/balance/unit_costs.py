@@ -165,7 +165,7 @@ class _SavedBytesMeter(_Meter):
         if key not in self.state:
             size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
             self.found.append((self.unit, key, size))
-        return tensor
+        return tensor.detach()  # a node that holds its own output is a cycle that no collector finds
 
     def _key(self, tensor: torch.Tensor) -> int:
         thing = tensor.untyped_storage() if tensor.layout is torch.strided else tensor

@@ -48,7 +48,7 @@ def run_engine_stage(
         memory = engine(stage.module)
         everything = _EngineRun(stage, part, forward, sandbox, memory)
         everything.begin_count(weights)
-        with memory.running(), trimmed_runs(runs if memory.repeats_blocks else []):
+        with memory.run_context(), trimmed_runs(runs if memory.repeats_blocks else []):
             everything.bind_blocks(runs if memory.repeats_blocks else [])
             return everything.record(min(microbatches, 3))
 

@@ -21,6 +21,7 @@ from slapo_training.optimizers import FakeWholeTensors
 from ..recording.run_recorder import RunRecorder
 from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks, Segments
 from ..recording.storage_tracker import resizes_noted, storage_bytes
+from ..records import CollectiveRecord
 from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals, gradient_bytes, sparse_bytes
 from .repeated_blocks import LONGEST_PATTERN, Trims, block_runs, largest_run, trimmed_runs
@@ -125,7 +126,8 @@ def whole_step_record(
         with recorder:
             marks = SegmentMarks(recorder, {})
             first, later = (marks.measure(whole.step).whole() for _ in range(2))
-    return PassRecord(first.change + later.peak, first.change, (*later.work, *whole.collectives()))
+    sent = [CollectiveRecord(*each) for each in whole.collectives()]
+    return PassRecord(first.change + later.peak, first.change, (*later.work, *sent))
 
 
 def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:

@@ -10,7 +10,6 @@ import torch
 
 from slapo_core import Program
 
-from ..stage_memory import CollectiveRecord
 from .microbatch_loss import LossFn, MicroBatchLoss
 from .replica_loss import ReplicaLoss, SinglePass
 
@@ -28,7 +27,7 @@ class FakeReplicaLoss(ReplicaLoss):
         ranks: Global ranks of the replicas.
 
     Attributes:
-        collectives: Collectives of one step.
+        collectives: Collectives of one step, as the fields of a ``CollectiveRecord``.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class FakeReplicaLoss(ReplicaLoss):
         super().__init__(program, loss_fn, device, precision)
         self._is_last, self._group = True, None
         self._parts, self._ranks = parts, ranks
-        self.collectives: list[CollectiveRecord] = []
+        self.collectives: list[tuple[str, int, tuple[int, ...]]] = []
 
     def loss_of_part(self, labels: Any, rows: int | None) -> MicroBatchLoss:
         """Return the loss of one micro-batch, given its labels and its number of rows."""
@@ -77,4 +76,4 @@ class FakeReplicaLoss(ReplicaLoss):
 
     def _communicate(self, kind: str, nbytes: int) -> None:
         if len(self._ranks) > 1:
-            self.collectives.append(CollectiveRecord(kind, nbytes, self._ranks))
+            self.collectives.append((kind, nbytes, self._ranks))

@@ -13,13 +13,14 @@ from torch import nn
 from slapo_core import successor
 
 from ..model.pieces import Chunk
-from ..stage_memory import CollectiveRecord
 from .probe.update_probe import UpdateDependence, probe
 from .whole_tensor_construction import MIN_SHARDED_NUMEL
 from .whole_tensors.exchange_routes import BucketElements, ExchangeRoutes, LocalBox, assign_owners
 from .whole_tensors.owner_exchange import IN_FLIGHT
 from .whole_tensors.whole_tensor import WholeTensor
 
+Collective = tuple[str, int, tuple[int, ...], bool]
+"""Fields of a ``CollectiveRecord``."""
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -119,14 +120,14 @@ class FakeWholeTensors:
             if len(waiting) == IN_FLIGHT:
                 waiting.popleft()
 
-    def collectives(self) -> Iterator[CollectiveRecord]:
+    def collectives(self) -> Iterator[Collective]:
         """Yield the collectives of a step, after ``prepare``: flags of the gradients, values and gradients, new values."""
         for group in self._groups:
-            yield CollectiveRecord("all_reduce", torch.int32.itemsize * len(group.wholes), group.ranks)
+            yield "all_reduce", torch.int32.itemsize * len(group.wholes), group.ranks, False
         for group in self._groups:
             for each in group.elements(group.ranks.index(self._rank)):
                 for number in (2 * each.gather_sent, each.scatter_sent):
-                    yield CollectiveRecord("all_to_all", number * self._dtype.itemsize, group.ranks, overlapped=True)
+                    yield "all_to_all", number * self._dtype.itemsize, group.ranks, True
 
 
 class _Group:

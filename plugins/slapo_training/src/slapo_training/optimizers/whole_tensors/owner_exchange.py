@@ -64,7 +64,7 @@ class OwnerExchange:
                 )
 
     @property
-    def _planned(self) -> ExchangeRoutes:
+    def _known_routes(self) -> ExchangeRoutes:
         assert self._routes is not None
         return self._routes
 
@@ -98,7 +98,7 @@ class OwnerExchange:
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_routes_with_labels(self._planned.gathers, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._known_routes.gathers, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -124,7 +124,7 @@ class OwnerExchange:
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._post_ahead(_routes_with_labels(self._planned.scatters, labels), post):
+        for route, received, work in self._post_ahead(_routes_with_labels(self._known_routes.scatters, labels), post):
             if work is not None:
                 work.wait()
             at = 0
