@@ -14,7 +14,7 @@ Step = tuple[str, str, dict[str, Any]]
 
 
 class ModelForm(NamedTuple):
-    """What the layouts of one form have in common: the part of the model that a tensor-parallel rank has.
+    """Form of the model that layouts share: the part of it that a tensor-parallel rank has.
 
     Args:
         tp: Number of tensor-parallel ranks.
