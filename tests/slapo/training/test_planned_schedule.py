@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
+from slapo.run_data.saved_schedule import other_build_options
 from slapo_core import SlapoError
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("launcher_state"), pytest.mark.timeout(300)]
@@ -44,6 +46,26 @@ def test_a_folder_becomes_a_planned_training(tmp_path: Path, layout: str) -> Non
     assert record["settings"][axis] == size
     assert record["settings"]["batch"] == 4
     assert max(abs(own - other) for own, other in zip(record["losses"], record["reference"], strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("target", "data_parallel", "options"),
+    [
+        ("deepspeed", "zero1", {"config": {"zero_optimization": {"stage": 1}}}),
+        pytest.param("megatron", "distributed_optimizer", {"distributed_optimizer": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_for_another_engine_trains_with_its_options(
+    tmp_path: Path, target: str, data_parallel: str, options: dict[str, Any]
+) -> None:
+    file = tmp_path / "planned.py"
+    size = "--layers 2 --hidden 32 --heads 2 --seq 16 --gpus 2 --global-batch 4"
+    run(f"plan {size} --dp 2 --target {target} --data-parallel {data_parallel} --check 0 --save {file}")
+    assert other_build_options(str(file)) == options
+    run(f"train --schedule {file} --steps 2 --reference --report {tmp_path / 'report'}")
+    found = re.search(r'id="run">(.*?)</script>', (tmp_path / "report" / "report.html").read_text())
+    assert found is not None
+    assert json.loads(found[1])["settings"]["target"] == target
 
 
 @pytest.mark.slow
