@@ -65,7 +65,7 @@ def test_no_layout_fits_says_by_how_much(tmp_path: Path) -> None:
     result = command(f"{SMALL} --gpus 1 --hardware {hardware}")
     assert result.exit_code == 1
     assert "no layout fits: the nearest is tp=1 pp=1 dp=1" in result.output
-    assert "GiB of" in result.output
+    assert " of 97.7 KiB with all of its" in result.output
 
 
 @pytest.mark.slow

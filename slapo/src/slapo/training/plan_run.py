@@ -141,10 +141,8 @@ def _parameter_bytes(settings: PlanSettings) -> int:
 
 def _nearest_layout(found: Plan) -> str:
     """Return why the layout that came nearest does not fit."""
-    short = [each for each in found.rejected if " GiB of " in each.reason]
-    if short:
-        nearest = min(short, key=lambda each: float(each.reason.partition(" GiB of ")[0].rpartition(" ")[2]))
-        return f"the nearest is {nearest}"
+    if short := [each for each in found.rejected if each.missing]:
+        return f"the nearest is {min(short, key=lambda each: each.missing)}"
     return str(found.rejected[0]) if found.rejected else "the constraints leave none; leave one out"
 
 

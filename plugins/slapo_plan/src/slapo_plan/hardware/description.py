@@ -120,6 +120,11 @@ class Hardware:
         return max(self.measurements, key=lambda each: each.ranks, default=None)
 
     @property
+    def unit_seconds(self) -> float:
+        """Seconds of Python for each collective of an FSDP unit; 0 where nothing was measured."""
+        return self.busy_measurements.unit_seconds if self.busy_measurements is not None else 0.0
+
+    @property
     def overlaps(self) -> bool:
         """True if transfers run beside computation; on a CPU they take the time of the cores that compute."""
         return self.device_type != "cpu"

@@ -33,14 +33,12 @@ def work_seconds(work: Iterable[Work], hardware: Hardware) -> WorkSeconds:
     Overlapped collectives of a pass are those of units, which Python gathers, copies and frees: computation waits for that.
     """
     compute = communication = overlapped = 0.0
-    measured = hardware.busy_measurements
-    unit_seconds = measured.unit_seconds if measured is not None else 0.0
     for record, count in Counter(work).items():
         if isinstance(record, OperatorRecord):
             compute += count * operator_seconds(record, hardware)
         elif record.overlapped:
             overlapped += count * collective_seconds(record, hardware)
-            compute += count * unit_seconds
+            compute += count * hardware.unit_seconds
         else:
             communication += count * collective_seconds(record, hardware)
     return WorkSeconds(compute, communication, overlapped)

@@ -21,8 +21,6 @@ from .model_record import ModelRecord
 from .part_seconds import PartSeconds
 from .stage_costs import StageCost, seconds_after, stage_costs
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -184,7 +182,8 @@ def candidate_of(
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:
-        return Rejection(layout._asdict(), _too_large(stages, fullest, limit, policy))
+        missing = stages[fullest].peak - limit
+        return Rejection(layout._asdict(), _too_large(stages, fullest, limit, policy), missing)
     step, bubble = _step(record, layout, stages, seconds)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
@@ -200,7 +199,7 @@ def _too_large(stages: Sequence[StageCost], index: int, limit: int, policy: str)
     how = f"{recomputed} of its {blocks} blocks recomputed"
     if policy:
         how = "no block recomputed" if policy == "none" else f"the checkpoint policy {policy!r} on all of its blocks"
-    return f"{place} needs {stages[index].peak / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {how}"
+    return f"{place} needs {format_bytes(stages[index].peak)} of {format_bytes(limit)} with {how}"
 
 
 def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seconds: PartSeconds) -> tuple[float, float]:
@@ -242,8 +241,9 @@ def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: 
     half = _message(record, layout, seconds) / 2
     costs: dict[tuple[int, str], float] = {}
     for index, each in enumerate(stages):
+        weights = each.backward * _share_of_weights(candidate, record, index, seconds)
         costs |= {(index, "F"): each.forward, (index, "B"): each.backward}
-        costs |= {(index, kind): each.backward / 2 for kind in "IW"}
+        costs |= {(index, "I"): each.backward - weights, (index, "W"): weights}
     pairs = [(index, index + 1) for index in range(len(stages) - 1) if stages[index].rank != stages[index + 1].rank]
     messages = {pair: half for one, other in pairs for pair in ((one, other), (other, one))}
     run = run_pipeline(facts.order, costs, messages, mode)
@@ -253,3 +253,13 @@ def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: 
     step = pipeline + seconds_after(stages)
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
     return replace(candidate, step_seconds=step, bubble=bubble, mfu=candidate.mfu * candidate.step_seconds / step)
+
+
+def _share_of_weights(candidate: Candidate, record: ModelRecord, index: int, seconds: PartSeconds) -> float:
+    """Return the share of a stage's backward that computes gradients of parameters; recomputation is in the other part."""
+    begin = sum(each.blocks for each in candidate.stages[:index])
+    weights = backward = 0.0
+    for block, policy in enumerate(candidate.stages[index].policies, begin):
+        weights += seconds(record.blocks["none"][block].next_weights)
+        backward += seconds(record.blocks[policy][block].next_backward)
+    return min(1.0, weights / backward) if weights and backward else 0.5

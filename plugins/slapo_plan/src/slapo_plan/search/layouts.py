@@ -87,10 +87,12 @@ class Rejection(NamedTuple):
     Args:
         settings: Settings that all of them have, by the names of ``Layout``.
         reason: One sentence.
+        missing: Bytes that the fullest rank needs beyond the usable memory; 0 for other reasons.
     """
 
     settings: Mapping[str, Any]
     reason: str
+    missing: int = 0
 
     @property
     def what(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slapo_core import SlapoError, create_schedule, get_logger
+from slapo_report import format_bytes
 from slapo_training import StepModel
 
 from ..estimation.estimate import estimate, step_model
@@ -210,24 +211,26 @@ class ModelSource:
                 break
             each = rest.pop(0)
             exact = self._exact(each)
-            if isinstance(exact, str):
-                rejected.append(Rejection(each.layout._asdict(), exact))
+            if isinstance(exact, Rejection):
+                rejected.append(exact)
                 continue
             found.append(each.with_estimate(exact))
             ratios.append(found[-1].step_seconds / each.step_seconds)
         found.sort(key=lambda each: each.step_seconds)
         return [*found, *(each.with_seconds_times(median(ratios)) if ratios else each for each in rest)], rejected
 
-    def _exact(self, candidate: Candidate) -> Estimate | str:
+    def _exact(self, candidate: Candidate) -> Estimate | Rejection:
+        settings = candidate.layout._asdict()
         try:
             exact = self.estimate(candidate)
         except SlapoError as err:
-            return str(err)
+            return Rejection(settings, str(err))
         limit = self.hardware.usable_bytes
         if exact.problems:
-            return exact.problems[0]
+            return Rejection(settings, exact.problems[0])
         if exact.peak > limit:
-            return f"its schedule needs {exact.peak / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+            reason = f"its schedule needs {format_bytes(exact.peak)} of {format_bytes(limit)}"
+            return Rejection(settings, reason, exact.peak - limit)
         return exact
 
 

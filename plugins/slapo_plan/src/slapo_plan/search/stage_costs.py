@@ -190,7 +190,10 @@ class _Rank:
         if "optimizer" in divided:
             optimizer /= layout.dp
         if "parameters" in divided:
-            gather, reduce = collective("all_gather", parameters), collective("reduce_scatter", gradients)
+            units = [each for each in parts if each.parameters]
+            code = len(units) * self.seconds.hardware.unit_seconds
+            gather = code + sum(collective("all_gather", each.parameters) for each in units)
+            reduce = code + sum(collective("reduce_scatter", each.gradients) for each in units)
             if not self.replicas.gathers_blocks:
                 return forward, backward, optimizer + gather + reduce
             if not self.seconds.hardware.overlaps:
