@@ -61,7 +61,7 @@ class FakeUnit:
 
     def begin_gather(self) -> None:
         if not self._gathering and not self._is_gathered:
-            self._gathering = [self._gathered(members) for members in self._holders]
+            self._gathering = [self._begin_gather_of(members) for members in self._holders]
 
     def gather(self) -> None:
         self.begin_gather()
@@ -131,7 +131,7 @@ class FakeUnit:
     def _buffer(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
         return members[0].local.detach().new_empty(sum(each.local.numel() for each in members) * self._replicas)
 
-    def _gathered(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
+    def _begin_gather_of(self, members: Sequence[FakeShardedParameter]) -> torch.Tensor:
         """Start a gather of all rows of some parameters; return where it writes."""
         found = self._buffer(members)
         own = found[: found.numel() // self._replicas]
