@@ -62,7 +62,7 @@ def beside_one_process(rank: int, name: str, target: str, layout: dict[str, int]
 
 
 CASES: list[Any] = [
-    ("torch", {"tp": 2}, {}, tuple(name for name in SHAPES if name != "universal")),
+    ("torch", {"tp": 2}, {}, ("recurrent", "float64", "teacher outside", "deep")),
     ("torch", {"dp": 2}, FSDP, ("recurrent", "fourier", "float64", "teacher inside")),
     ("torch", {"pp": 2}, {}, ("fourier", "caches")),
     pytest.param("torch", {"tp": 2}, {}, tuple(SHAPES), marks=pytest.mark.slow),

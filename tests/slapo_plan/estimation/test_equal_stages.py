@@ -30,9 +30,10 @@ def estimated(marked: bool, **options: Any) -> Estimate:
         return estimate(sch, {"input_ids": ids, "labels": ids}, microbatches=4, hardware="h100", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "bf16"}, pytest.param({"pipeline_schedule": "zero_bubble"}, marks=pytest.mark.slow)],
+    [{"precision": "bf16"}, {"pipeline_schedule": "zero_bubble"}],
 )
 def test_few_blocks_of_a_stage_stand_for_all(options: dict[str, Any]) -> None:
     few, every = (estimated(marked, **options).to_dict() for marked in (False, True))

@@ -175,6 +175,7 @@ def test_a_batch_that_replicas_do_not_divide_names_the_nearest() -> None:
     assert str(found.rejected[0]).endswith("a global batch of 6 rows is not divisible by 4 replicas; 8 is the nearest")
 
 
+@pytest.mark.slow
 def test_a_saved_schedule_takes_the_same_steps(tmp_path) -> None:
     wanted = {"tp": 2, "pp": 2, "pipeline_schedule": "1f1b"}
     found = plan(
