@@ -151,7 +151,7 @@ def tune(
     finally:
         subject.close()
     if planned:
-        result = replace(result, skipped=(*result.skipped, *planned.rejected))
+        result = replace(result, skipped=(*result.skipped, *((each.settings, each.reason) for each in planned.rejected)))
     if result.interrupted:
         raise InterruptedTuning(result)
     return result
