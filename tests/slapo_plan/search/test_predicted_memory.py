@@ -83,7 +83,7 @@ def test_memory_of_a_candidate_is_that_of_its_schedule(name: str) -> None:
     assert not exact.problems
     ranks = {each.rank: each.peak for each in found.best.stages}
     for each in exact.ranks:
-        assert 0.98 <= ranks[each.rank] / each.memory.peak <= 1.07, (str(found.best), ranks[each.rank], each.memory)
+        assert 0.97 <= ranks[each.rank] / each.memory.peak <= 1.07, (str(found.best), ranks[each.rank], each.memory)
 
 
 SMALL_BUCKETS = {

@@ -85,8 +85,8 @@ class TorchStepModel(StepModel):
         options, found = Options.of(config), []
         if options.loss_over is not None and options.microbatches > 1:
             found.append(
-                "loss_over='replicas' with several micro-batches: the memory of their gathered outputs, and the seconds of the "
-                "forwards that run before are not counted"
+                "loss_over='replicas' with several micro-batches: the memory of their outputs, gathered and of the last "
+                "stage between steps, and the seconds of the forwards that run before are not counted"
             )
         given, runner = options.optimizer, TorchStageRunner(program, options)
         if isinstance(given, torch.optim.Optimizer):
