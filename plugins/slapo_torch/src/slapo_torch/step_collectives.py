@@ -83,11 +83,8 @@ class StepCollectives:
     @property
     def _repeats_forward(self) -> bool:
         """True if all micro-batches run forward once before, for the loss of all replicas."""
-        return self._options.loss_over is not None and self._num_microbatches > 1
-
-    @property
-    def _num_microbatches(self) -> int:
-        return sum(kind == "F" and stage == self._own[0] for kind, stage, _ in self._facts.actions)
+        several = any(each.microbatch for each in self._facts.actions)
+        return self._options.loss_over is not None and several
 
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._parameters if can_shard(each)]

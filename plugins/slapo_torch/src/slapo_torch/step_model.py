@@ -117,7 +117,7 @@ class TorchStageRunner(StageRunner):
         self._program, self._options = program, options
         self._device = program.mesh.device_type if program.mesh is not None else "cpu"
         self._calls: dict[int, StageCall] = {}
-        self.gathers_all, self._num_parts = False, 1
+        self._gathers_all, self._num_parts = False, 1
         self._replica_loss: FakeReplicaLoss | None = None
 
     def split(self, batch: Mapping[str, Any]) -> list[Batch]:
@@ -167,7 +167,7 @@ class TorchStageRunner(StageRunner):
             return StageParameters()
         from .fsdp.fake_unit import FakeShards  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        return FakeShards(program, stage, self._options.fsdp_units, self.gathers_all)
+        return FakeShards(program, stage, self._options.fsdp_units, self._gathers_all)
 
     def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
         trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
@@ -189,9 +189,9 @@ class TorchStageRunner(StageRunner):
         from .fsdp.unit import REMEDY  # noqa: PLC0415
 
         is_order = isinstance(error, BuildError) and REMEDY in str(error)
-        if not is_order or self.gathers_all or self._options.fsdp_units is not None:
+        if not is_order or self._gathers_all or self._options.fsdp_units is not None:
             return False
-        self.gathers_all = True
+        self._gathers_all = True
         return True
 
 

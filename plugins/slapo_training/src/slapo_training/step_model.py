@@ -51,14 +51,12 @@ class StepFacts(NamedTuple):
         actions: Computations of the rank.
         arrivals: Gradients of its parameters in the order in which a backward finishes them, those of unused ones behind.
         unused: Number of its trainable parameters without a gradient.
-        gathers_all: True if parameters that are sharded over replicas are gathered for the whole step.
     """
 
     stages: Sequence[Stage]
     actions: Sequence[PipelineAction]
     arrivals: Sequence[GradientSize] = ()
     unused: int = 0
-    gathers_all: bool = False
 
 
 class MemoryRules(NamedTuple):
@@ -176,8 +174,6 @@ class StageRunner(ABC):
         """Return the step of an optimizer that steps whole tensors of which a rank holds parts; None for any other one."""
         return None
 
-    gathers_all = False
-    """True if parameters that are sharded over replicas are gathered for the whole step."""
     repeats_forward = False
     """True if all micro-batches run forward without a backward before the step runs them again."""
     loss_collectives: Sequence[CollectiveRecord] = ()

@@ -96,7 +96,7 @@ def estimate(
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, rank_flops(own, order[rank])))
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
-        facts = StepFacts(planned.stages, order[rank], arrivals, unused, runner.gathers_all)
+        facts = StepFacts(planned.stages, order[rank], arrivals, unused)
         first = first_pass_collectives(own, order[rank]) if runner.repeats_forward else []
         loss = runner.loss_collectives if len(records) - 1 in own else ()
         others[rank] = [*first, *loss, *model.collectives(program, options, rank, facts)]

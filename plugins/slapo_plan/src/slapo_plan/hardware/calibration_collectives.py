@@ -63,13 +63,10 @@ def _calls(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> dict[
     size, rank = group.size(), group.rank()
     count = max(1, nbytes // 4 // size) * size
     whole, other, part = (torch.zeros(number, device=device) for number in (count, count, count // size))
-    tensors: Any = dist
-    gather = getattr(tensors, "all_gather_single", None) or tensors.all_gather_into_tensor
-    scatter = getattr(tensors, "reduce_scatter_single", None) or tensors.reduce_scatter_tensor
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: gather(whole, part, group=group),
-        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     if size == 2:

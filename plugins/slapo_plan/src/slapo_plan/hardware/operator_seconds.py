@@ -30,7 +30,7 @@ class WorkSeconds(NamedTuple):
 def work_seconds(work: Iterable[Work], hardware: Hardware) -> WorkSeconds:
     """Return the seconds of operators and collectives in order; equal records are computed once.
 
-    Overlapped collectives of a pass are those of units, which Python gathers, copies and frees: computation waits for that.
+    Overlapped collectives of a pass are started by hooks in Python, as those of FSDP units: computation waits for that code.
     """
     compute = communication = overlapped = 0.0
     for record, count in Counter(work).items():
