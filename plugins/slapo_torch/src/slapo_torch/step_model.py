@@ -172,17 +172,17 @@ class TorchStageRunner(StageRunner):
     def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
         trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
         replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
-        split = [*split_tensors(trained, StepGroups(program, program.rank_of(stage)), replicas)]
-        if not split:
+        groups = StepGroups(program, program.rank_of(stage))
+        if next(split_tensors(trained, groups, replicas), None) is None:
             return None
-        parts = {id(whole.source) for each in split for whole in each.wholes}
-        others = [tuple(each.shape) for each in trained if id(each) not in parts]
         found = update_dependence(optimizer, trained)
         joins = found.coupled or (bool(found.why_unknown) and len(program.stages) == 1)
         if not found.shape and not joins:
             return None
-        rank = StepGroups(program, program.rank_of(stage)).ranks()[0]
-        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins, rank)
+        split = [*split_tensors(trained, groups, replicas)]  # takes seconds with a thousand replicas
+        parts = {id(whole.source) for each in split for whole in each.wholes}
+        others = [tuple(each.shape) for each in trained if id(each) not in parts]
+        return FakeWholeTensors(optimizer, split, others, trained[0].dtype, joins, groups.ranks()[0])
 
     def adapts_to(self, error: Exception) -> bool:
         """Gather all units for the whole step after an error of their order, unless ``fsdp_units`` are given."""

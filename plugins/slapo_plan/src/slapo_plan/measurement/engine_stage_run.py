@@ -90,14 +90,14 @@ class _EngineRun:
     def record(self, count: int) -> StageRecord:
         memory = self.memory
         held = {kind: self._count(tensors) for kind, tensors in memory.held().items()}
-        with self.recorder:
+        with self.sandbox.observed_by(self.recorder):
             begin = self._measure(memory.begin_step)
         if memory.records_order:
             self._run_microbatch(is_last=False)
             memory.end_recording()
         memory.collectives.clear()
         passes = [self._run_microbatch(is_last=index + 1 == count) for index in range(count)]
-        with self.recorder:
+        with self.sandbox.observed_by(self.recorder):
             step = self._measure(memory.step)
         nothing, own = PassRecord(), held.pop("parameters", 0)
         return StageRecord(
@@ -133,7 +133,7 @@ class _EngineRun:
         self.recorder.memory.add(received)
         self.received = storage_bytes(received)
         made: list[Any] = []
-        with self.recorder:
+        with self.sandbox.observed_by(self.recorder):
             forward = self._measure_blocks(lambda: made.append(self.forward(received, self.part)))
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             trained = [each for each in outputs if each.requires_grad]

@@ -130,33 +130,6 @@ def whole_step_record(
     return PassRecord(first.change + later.peak, first.change, (*later.work, *sent))
 
 
-def step_record(recorder: RunRecorder, optimizer: OptimizerFactory, parameters: list[nn.Parameter]) -> PassRecord:
-    """Return the record of an optimizer's step on parameters with gradients.
-
-    ``change`` is the state that the first step leaves. ``peak`` is beyond it what a later step allocates.
-
-    Raises:
-        ScheduleError: the optimizer cannot be made, or its step fails.
-    """
-    made: list[torch.optim.Optimizer] = []  # its state lives until the record is complete
-
-    def run() -> None:
-        made.append(optimizer(parameters))
-        made[0].step()
-
-    recorder.answers = True
-    try:
-        with recorder:
-            marks = SegmentMarks(recorder, {})
-            first, later = marks.measure(run).whole(), marks.measure(lambda: made[0].step()).whole()
-            return PassRecord(first.change + later.peak, first.change, later.work)
-    except Exception as err:  # optimizers may raise anything
-        what = f"the optimizer fails on these parameters: {failure_reason(err)}; give an optimizer that trains them"
-        raise ScheduleError(what, primitive="estimate") from err
-    finally:
-        recorder.answers = False
-
-
 class _StageRun:
     """Runs of one stage in an open sandbox, with few blocks of each run of equal ones."""
 
@@ -185,7 +158,7 @@ class _StageRun:
         self.received = self.sent = self.sent_back = self.awaited = 0
 
     def record(self, optimizer: OptimizerFactory | None, splits: bool) -> SegmentedStage:
-        with resizes_noted(self.recorder.memory), self.recorder, self.marks:
+        with resizes_noted(self.recorder.memory), self.sandbox.observed_by(self.recorder), self.marks:
             begin = self.marks.measure(self.parameters.begin_step).whole()
             with self.arrivals.note_arrivals():
                 first_forward, first = self._run_microbatch(self._run_backward)
@@ -280,9 +253,32 @@ class _StageRun:
         return backward.followed_by(Segments([("", PassRecord(0, -self.sent_back))], [Counter()]))
 
     def _step(self, optimizer: OptimizerFactory | None, parameters: list[nn.Parameter]) -> PassRecord:
+        """Return the record of an optimizer's step on parameters with gradients.
+
+        ``change`` is the state that the first step leaves. ``peak`` is beyond it what a later step allocates.
+
+        Raises:
+            ScheduleError: the optimizer cannot be made, or its step fails.
+        """
         if optimizer is None or not parameters:
             return PassRecord()
-        return step_record(self.recorder, optimizer, parameters)
+        made: list[torch.optim.Optimizer] = []  # its state lives until the record is complete
+
+        def run() -> None:
+            made.append(optimizer(parameters))
+            made[0].step()
+
+        self.recorder.answers = True
+        try:
+            with self.sandbox.observed_by(self.recorder):
+                marks = SegmentMarks(self.recorder, {})
+                first, later = marks.measure(run).whole(), marks.measure(lambda: made[0].step()).whole()
+                return PassRecord(first.change + later.peak, first.change, later.work)
+        except Exception as err:  # optimizers may raise anything
+            what = f"the optimizer fails on these parameters: {failure_reason(err)}; give an optimizer that trains them"
+            raise ScheduleError(what, primitive="estimate") from err
+        finally:
+            self.recorder.answers = False
 
     def _steps_of_blocks(
         self,

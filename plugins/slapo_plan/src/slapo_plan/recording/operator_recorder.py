@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,30 +40,34 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self.run(lambda args, kwargs: func(*args, **kwargs), func, args, kwargs or {})
+
+    def run(self, call: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator by calling ``call(args, kwargs)``, and record it."""
         if func.namespace in ("c10d", "_c10d_functional"):
-            output = func(*args, **kwargs)
+            output = call(args, kwargs)
             if (communication := collective_record(func, args, output)) is not None:
                 self.records.append(communication)
             return output
-        key = (func, *_parts(args, []), *_parts(tuple(kwargs.values()), []))  # before an operator in place changes a shape
-        output = func(*args, **kwargs)
-        if key not in self._known:
-            self._known[key] = operator_record(func, args, kwargs, output)
-        if (record := self._known[key]) is not None:
+        key: list[Any] = [func]  # before an operator in place changes a shape
+        _add_parts(key, (*args, *kwargs.values()), [])
+        known, output = tuple(key), call(args, kwargs)
+        if known not in self._known:
+            self._known[known] = operator_record(func, args, kwargs, output)
+        if (record := self._known[known]) is not None:
             self.records.append(record._replace(hooked=True) if saved_tensors_are_hooked() else record)
         return output
 
 
-def _parts(values: Any, seen: list[torch.Tensor]) -> Iterator[Any]:
-    """Iterate over what the work of an operator depends on: its tensors, which of them are the same, sizes and flags."""
+def _add_parts(key: list[Any], values: Iterable[Any], seen: list[torch.Tensor]) -> None:
+    """Append what the work of an operator depends on: its tensors, which of them are the same, sizes and flags."""
     for value in values:
         if isinstance(value, torch.Tensor):
             first = next((index for index, other in enumerate(seen) if other is value), -1)
             if first < 0:
                 seen.append(value)
-            yield (value.shape, value.stride() if value.layout is torch.strided else None, value.dtype, first)
+            key += (value.shape, value.stride() if value.layout is torch.strided else None, value.dtype, first)
         elif isinstance(value, (list, tuple)):
-            yield from _parts(value, seen)
+            _add_parts(key, value, seen)
         elif isinstance(value, (bool, int, str, torch.dtype)):
-            yield value
+            key.append(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..records import Work
@@ -35,12 +35,15 @@ class RunRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # questions about a tensor, most of all calls
+            return func(*args, **(kwargs or {}))
+        return self.run(lambda args, kwargs: func(*args, **kwargs), func, args, kwargs or {})
+
+    def run(self, call: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is WAIT and isinstance(args[0], FakeTensor):
             return args[0]  # torch's own fake is a new tensor, where real ranks wait for the same one
         if self.answers and func is READ and isinstance(args[0], FakeTensor):
             return 1.0
-        if func.namespace == "prim":  # questions about a tensor, most of all calls
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().run(call, func, args, kwargs)
         self.memory.add(result)
         return result

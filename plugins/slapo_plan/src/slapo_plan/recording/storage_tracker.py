@@ -34,7 +34,7 @@ class StorageTracker:
 
     def add(self, values: Any) -> None:
         """Count the storages of the tensors in nested containers, if they are new."""
-        for value in tree_leaves(values):
+        for value in (values,) if isinstance(values, torch.Tensor) else tree_leaves(values):
             if isinstance(value, torch.Tensor) and has_own_memory(value):
                 for storage in storages_of(value):
                     self._add_storage(storage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._functorch import apis
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheValidEntry
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -41,6 +41,7 @@ _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
+_DEVICE = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -80,25 +81,40 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         most_values: Number of elements from which such a result is fake; None to keep all.
         communicates: False to refuse collectives of real tensors.
         dropped_values: True if a result was fake for its size.
+        observer: Called with a function that runs an operator, the operator and its arguments; returns the result. A dispatch
+            mode of its own would double the time of the mode.
     """
 
     keeps_values = False
     most_values: int | None = None
     communicates = True
     dropped_values = False
+    observer: Callable[..., Any] | None = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler runs on fake tensors, and its guard takes as long as the rest of the mode
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked more often than all else together
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked more often than all else together
             return args[0].device
-        return self.dispatch(func, types, args, kwargs)
+        if (observe := self.observer) is None or func.namespace == "prim":
+            return self.dispatch(func, types, args, kwargs)
+        self.observer = None  # for operators that torch runs to compute a fake
+        try:
+            return observe(partial(self.dispatch, func, types), func, args, kwargs or {})
+        finally:
+            self.observer = observe
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
         self.count(func)
+        if (entry := self._known_result(func, args, kwargs or {})) is not None:
+            return self._output_from_cache_entry(None, entry, None, func, args)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             if not self.communicates and getattr(func, "namespace", "") in _COMMUNICATION:
                 raise UnknownValueError(f"{func} would send values while tracing")
@@ -114,6 +130,14 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
             return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
         return self._fake_result(func, types, args, kwargs)
+
+    def _known_result(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return torch's record of the result of an operator on fake tensors alone, if it ran before."""
+        key: list[Any] = []
+        if not (self._add_facts(key, args) and self._add_facts(key, kwargs.values())) or FakeTensor not in key:
+            return None
+        entry = self.cache.get((*self._modes(func), *kwargs, *key))
+        return entry if type(entry) is _DispatchCacheValidEntry else None
 
     def _count_reads(self, func: Any, args: Any) -> None:
         tags = getattr(func, "tags", ())
@@ -152,16 +176,27 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         meta = entry.metadata
         if entry.inplace_idx is not None or meta is None or meta.layout is not torch.strided or meta.is_conj or meta.is_neg:
             return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        with in_kernel_invocation_manager(self):
-            empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        with torch._C._DisableTorchDispatch():
             if func.is_view:
-                empty.set_(args[entry.view_idx].untyped_storage(), meta.storage_offset, meta.shape, meta.stride)
+                storage = args[entry.view_idx].untyped_storage()
+                empty = torch.empty(0, dtype=meta.dtype, device="meta")
+                empty.set_(storage, meta.storage_offset, meta.shape, meta.stride)  # type: ignore[call-overload]
+            else:
+                empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         return self.fake(empty.requires_grad_(meta.requires_grad), meta.device)
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled(), *kwargs]
+        key: list[Any] = []
         plain = self._add_facts(key, args) and self._add_facts(key, kwargs.values())
-        return tuple(key) if plain else super()._cache_key(state, func, args, kwargs)
+        return (*self._modes(func), *kwargs, *key) if plain else super()._cache_key(state, func, args, kwargs)
+
+    def _validate_cache_key(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Let results of functional collectives be remembered, too: torch remembers those of its own operators alone."""
+        if func.namespace != "_c10d_functional":
+            super()._validate_cache_key(func, args, kwargs)
+
+    def _modes(self, func: Any) -> tuple[Any, ...]:
+        return func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()
 
     def _add_facts(self, key: list[Any], values: Iterable[Any]) -> bool:
         """Append the facts that determine an operator's result; return False for values that need torch's own key."""

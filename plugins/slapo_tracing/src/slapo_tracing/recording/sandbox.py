@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,17 @@ from slapo_core import TraceError
 
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import Snapshot, contents, fingerprint, restore_contents, tensors_in
+
+class OperatorObserver(Protocol):
+    """Dispatch mode whose work is done by ``run``."""
+
+    def run(self, call: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator by calling ``call(args, kwargs)``, and return its result."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> Any: ...
+
 
 _TABLES = (dict, list)
 _METHODS = (staticmethod, classmethod, MethodType)
@@ -134,6 +145,19 @@ class Sandbox:
                 table[name] = value
             self.random_numbers.restore()
             self.forget_results()
+
+    @contextmanager
+    def observed_by(self, observer: OperatorObserver) -> Iterator[None]:
+        """Let an observer run the operators of a ``with`` block; the sandbox is open."""
+        if not self.fake:
+            with observer:
+                yield
+            return
+        before, self.mode.observer = self.mode.observer, observer.run
+        try:
+            yield
+        finally:
+            self.mode.observer = before
 
     def changed_tensors(self) -> set[int]:
         """Return the ids of the substitutes that the forward has changed in place."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +15,9 @@ from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
 from .introspection import Optimizer, has_positions, parameters_in
 from .optimizer_copies import representatives
 from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolate
+
+
+_Result = TypeVar("_Result")
 
 
 class UpdateDependence(NamedTuple):
@@ -50,22 +54,28 @@ def probe(optimizer: Optimizer) -> UpdateDependence:
     Copies of the optimizer step small parameters; the optimizer, its parameters and the random state do not change.
     """
     kind = _kind_of_torchs_own(optimizer)
-    if kind in _known:
-        return _known[kind]
     with isolate():
         try:
-            found = _probe(optimizer)
+            return _probe(optimizer, kind)
         except CollectiveCalledError:
-            found = UpdateDependence(shape=True, flat=True, coupled=True, communicates=True)
+            return UpdateDependence(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = UpdateDependence(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
-    if kind is not None:
-        _known[kind] = found
+            return UpdateDependence(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=failure_reason(err))
+
+
+_known: dict[object, Any] = {}
+"""Cached results by kind of optimizer and size; a process may build many engines."""
+
+
+def _once(kind: object, size: Size, run: Callable[[], _Result]) -> _Result:
+    """Return the result of a run, which is cached unless there is no kind."""
+    if kind is None:
+        return run()
+    key = kind, repr(size)
+    if key not in _known:
+        _known[key] = run()
+    found: _Result = _known[key]
     return found
-
-
-_known: dict[object, UpdateDependence] = {}
-"""Cached results by kind of optimizer; a process may build many engines."""
 
 
 def _kind_of_torchs_own(optimizer: Optimizer) -> object:
@@ -83,7 +93,7 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
         )
         for group in optimizer.param_groups
     ]
-    return kind, kind.step, repr((groups, sizes_of(optimizer)))
+    return kind, kind.step, repr(groups)
 
 
 def is_step_divisible(optimizer: Optimizer) -> bool:
@@ -103,21 +113,40 @@ def is_step_divisible(optimizer: Optimizer) -> bool:
             return False
 
 
-def _probe(optimizer: Optimizer) -> UpdateDependence:
+class _SmallProbe(NamedTuple):
+    dependence: UpdateDependence
+    is_sparse: bool
+    goes_ahead: bool
+
+
+def _probe(optimizer: Optimizer, kind: object) -> UpdateDependence:
+    small = _once(kind, SMALL, lambda: _probe_small(optimizer))
+    found = small.dependence
+    for size in (_LARGE, *_model_sizes(optimizer)):
+        if found.shape:
+            break
+        shape, flat = _once(kind, size, partial(_probe_large, optimizer, size, small))
+        found = found._replace(shape=shape, flat=found.flat or flat)
+    return found
+
+
+def _probe_small(optimizer: Optimizer) -> _SmallProbe:
     runs = ProbeRuns(optimizer, SMALL)
     with CollectiveWatch():  # type: ignore[no-untyped-call]
         whole = runs.run_first()
     coupled = runs.draws or runs.depends_on_other_parameters(whole)
     shape = runs.keeps_factors or not runs.is_same_in_parts(whole, ROWS) or not runs.is_same_in_parts(whole, COLUMNS)
     flat = shape or not runs.is_same_in_parts(whole, FLAT)
-    for size in (_LARGE, *_model_sizes(optimizer)) if not shape else ():
-        large = ProbeRuns(optimizer, size, runs.is_sparse, runs.goes_ahead)
-        whole = large.run(identity_cut)
-        shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
-        flat = flat or shape or not large.is_same_in_parts(whole, FLAT)
-        if shape:
-            break
-    return UpdateDependence(shape, flat, coupled or has_positions(optimizer), runs.draws)
+    found = UpdateDependence(shape, flat, coupled or has_positions(optimizer), runs.draws)
+    return _SmallProbe(found, runs.is_sparse, runs.goes_ahead)
+
+
+def _probe_large(optimizer: Optimizer, size: Size, small: _SmallProbe) -> tuple[bool, bool]:
+    """Return the dependences on shape and on flattening of parameters of some size."""
+    large = ProbeRuns(optimizer, size, small.is_sparse, small.goes_ahead)
+    whole = large.run(identity_cut)
+    shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
+    return shape, shape or (not small.dependence.flat and not large.is_same_in_parts(whole, FLAT))
 
 
 def sizes_of(optimizer: Optimizer) -> list[Size]:
