@@ -19,6 +19,7 @@ from slapo_core import TraceError
 from ..nodes import _torch_private as private
 from ..nodes.nested_values import Snapshot, contents, fingerprint, restore_contents, tensors_in
 
+
 class OperatorObserver(Protocol):
     """Dispatch mode whose work is done by ``run``."""
 

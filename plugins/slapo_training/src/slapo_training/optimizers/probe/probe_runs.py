@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from ...distributed._torch_private import CollectiveCalledError
 from .introspection import OneStep, Optimizer, advance, counts, groups_in, optimizers_in, parameters_in, replace_in_tables
 from .optimizer_copies import copy_optimizer, probe_parameter, representatives, substituted_states
+from .step_operators import Operators, StepOperators
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -81,6 +82,7 @@ class ProbeRuns:
         places: Sequence[int] | None = None,
         calls: Sequence[Sequence[int]] = (),
         after_step: Callable[[Optimizer, bool], None] = lambda optimizer, is_last: None,
+        context: AbstractContextManager[Any] | None = None,
     ) -> list[torch.Tensor]:
         """Return the update of each parameter in each phase, phase by phase.
 
@@ -89,6 +91,7 @@ class ProbeRuns:
             places: Indices of the parameters that exist in the run; None for all.
             calls: Indices of the parameters of each call of ``step``; empty for one call.
             after_step: Called with the optimizer, and True after the last step of a phase.
+            context: Entered around each step.
         """
         numbers = torch.Generator().manual_seed(0)
         whole = [torch.randn(shape, generator=numbers) for shape in self.shapes]
@@ -112,10 +115,11 @@ class ProbeRuns:
                     each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
                 is_last = number == steps - 1 and phase < len(_ADVANCES)
                 known = counts(trial) if is_last else None
-                if calls:
-                    _step_in_several_calls(trial, substitutes, calls)
-                else:
-                    type(trial).step(trial)
+                with context or nullcontext():
+                    if calls:
+                        _step_in_several_calls(trial, substitutes, calls)
+                    else:
+                        type(trial).step(trial)
                 if known is not None and self.goes_ahead:
                     advance(trial, known, _ADVANCES[phase])
                 after_step(trial, number == steps - 1)
@@ -124,6 +128,12 @@ class ProbeRuns:
         self.draws = self.draws or not torch.equal(state, torch.get_rng_state()) or random.getstate() != other
         self.keeps_factors = self.keeps_factors or _keeps_factors(trial)
         return added
+
+    def operators(self) -> Operators:
+        """Return the operators of the steps of whole parameters."""
+        recorder = StepOperators()
+        self.run(identity_cut, context=recorder)
+        return recorder.found
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

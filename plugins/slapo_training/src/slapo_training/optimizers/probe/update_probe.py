@@ -15,7 +15,7 @@ from ...distributed._torch_private import CollectiveCalledError, CollectiveWatch
 from .introspection import Optimizer, has_positions, parameters_in
 from .optimizer_copies import representatives
 from .probe_runs import COLUMNS, CORNERS, FLAT, ROWS, SMALL, ProbeRuns, Size, identity_cut, isolate
-
+from .step_operators import is_pointwise
 
 _Result = TypeVar("_Result")
 
@@ -144,6 +144,9 @@ def _probe_small(optimizer: Optimizer) -> _SmallProbe:
 def _probe_large(optimizer: Optimizer, size: Size, small: _SmallProbe) -> tuple[bool, bool]:
     """Return the dependences on shape and on flattening of parameters of some size."""
     large = ProbeRuns(optimizer, size, small.is_sparse, small.goes_ahead)
+    other = ProbeRuns(optimizer, Size(SMALL.shapes, size.steps), small.is_sparse, small.goes_ahead)
+    if is_pointwise(operators := large.operators()) and operators == other.operators():
+        return False, False  # each element is updated as in the small parameters, whose parts were stepped
     whole = large.run(identity_cut)
     shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (ROWS, COLUMNS, CORNERS))
     return shape, shape or (not small.dependence.flat and not large.is_same_in_parts(whole, FLAT))
