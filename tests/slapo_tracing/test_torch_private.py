@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import slapo_tracing
+from slapo_plan import fake_ranks
 from slapo_tracing.nodes import _torch_private as private
 
 
@@ -116,6 +117,38 @@ def test_fakes_take_the_key_of_ours_and_tell_apart_what_torch_does() -> None:
     plain = FakeTensorMode()
     assert results(private.FakeMode()) == results(plain)
     assert len([key for key in plain.cache if isinstance(key, tuple) and key[0] is torch.ops.aten.mul.Tensor]) >= 3
+
+
+def test_the_observer_of_fakes_runs_each_operator_once() -> None:
+    mode, found = private.FakeMode(), []
+
+    def observe(call: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        found.append(func.overloadpacket.__name__)
+        return call(args, kwargs)
+
+    for _ in range(2):  # the second time from memory
+        with mode:
+            x = private.fake_like(mode, torch.ones(2, 4))
+            mode.observer = observe
+            x.mul(2).view(8).add_(1)
+            torch.nn.functional.silu(x)  # torch computes its fake by other operators
+            mode.observer = None
+    assert found == ["mul", "view", "add_", "silu"] * 2
+
+
+def test_fakes_remember_functional_collectives() -> None:
+    with fake_ranks(tp=4) as mesh:
+        mode, group = private.FakeMode(), mesh.get_group("tp").group_name
+        for _ in range(2):  # the second time from memory
+            with mode:
+                x = private.fake_like(mode, torch.ones(8, 2))
+                gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, 4, group)
+                scattered = torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 4, group)
+                reduced = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+            assert [tuple(each.shape) for each in (gathered, scattered, reduced)] == [(32, 2), (2, 2), (8, 2)]
+            assert len({private.memory(each) for each in (x, gathered, scattered, reduced)}) == 4
+        keys = [key for key in mode.cache if isinstance(key, tuple)]
+        assert any(key[0] is torch.ops._c10d_functional.all_gather_into_tensor.default for key in keys)
 
 
 def test_version_counts_changes() -> None:

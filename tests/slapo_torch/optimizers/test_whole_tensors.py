@@ -18,6 +18,7 @@ import slapo_tracing.plugin
 import slapo_training.plugin
 from slapo_core import BuildError, Registry, build, create_schedule
 from slapo_testing import run_distributed
+from slapo_training.optimizers.probe import update_probe
 from slapo_training.optimizers.probe.update_probe import probe
 from slapo_weights import made_of
 from tests.slapo_torch.layouts import mesh_of
@@ -54,6 +55,15 @@ def test_the_probe_finds_what_an_update_depends_on(name: str) -> None:
 
 
 TORCHS = ["Adadelta", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SparseAdam"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_of_pointwise_operators_tells_what_steps_of_parts_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [*parameters(), nn.Parameter(torch.zeros(2048, 512)), nn.Parameter(torch.zeros(2048))]
+    found = probe(EVERY[name](large))
+    monkeypatch.setattr(update_probe, "_known", {})
+    monkeypatch.setattr(update_probe, "is_pointwise", lambda operators: False)
+    assert probe(EVERY[name](large)) == found
 
 
 @pytest.mark.parametrize("name", TORCHS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,16 +25,26 @@ def split_tensors(parameters: Sequence[nn.Parameter], groups: StepGroups, replic
         replicas: Number of replicas that FSDP shards over; 1 for none.
     """
     for each in parameters:
-        spec = shard_spec(each)
-        has_shards, has_rows = spec is not None and spec.num_shards > 1, replicas > 1 and can_shard(each)
+        has_shards, has_rows = _has_shards(each), replicas > 1 and can_shard(each)
         if not (has_shards or has_rows):
             continue
+        spec = shard_spec(each)
         axes = (*(("dp",) if has_rows else ()), *(("tp",) if has_shards else ()))
         pieces = [_shard(each, spec, rank) for rank in range(spec.num_shards if spec is not None and has_shards else 1)]
         parts = [_rows(piece, replica, replicas) for replica in range(replicas) for piece in pieces] if has_rows else pieces
         wholes = whole_tensors_of("", each, pieces[0].full_shape, each.dtype)
         shapes = [tuple(part.tensor.shape) for part in parts]
         yield SplitTensor(wholes, [[*part.chunks()] for part in parts], shapes, groups.ranks(*axes))
+
+
+def has_split(parameters: Iterable[nn.Parameter], replicas: int) -> bool:
+    """Return True if a rank holds parts of some parameters; ``replicas`` as in ``split_tensors``."""
+    return any(_has_shards(each) or (replicas > 1 and can_shard(each)) for each in parameters)
+
+
+def _has_shards(parameter: nn.Parameter) -> bool:
+    spec = shard_spec(parameter)
+    return spec is not None and spec.num_shards > 1
 
 
 def _shard(parameter: nn.Parameter, spec: ShardSpec | None, rank: int) -> Piece:

@@ -30,7 +30,7 @@ from slapo_training.optimizers import FakeWholeTensors, update_dependence
 
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
-from .split_tensors import split_tensors
+from .split_tensors import has_split, split_tensors
 from .step.stage_call import StageCall, autocast_context
 
 _STAGES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
@@ -172,13 +172,13 @@ class TorchStageRunner(StageRunner):
     def whole_tensors(self, program: Program, stage: int, optimizer: OptimizerFactory) -> FakeWholeTensors | None:
         trained = [each for each in program.stages[stage].module.parameters() if each.requires_grad]
         replicas = program.axis_size("dp") if self._options.data_parallel == "fsdp" else 1
-        groups = StepGroups(program, program.rank_of(stage))
-        if next(split_tensors(trained, groups, replicas), None) is None:
+        if not has_split(trained, replicas):
             return None
         found = update_dependence(optimizer, trained)
         joins = found.coupled or (bool(found.why_unknown) and len(program.stages) == 1)
         if not found.shape and not joins:
             return None
+        groups = StepGroups(program, program.rank_of(stage))
         split = [*split_tensors(trained, groups, replicas)]  # takes seconds with a thousand replicas
         parts = {id(whole.source) for each in split for whole in each.wholes}
         others = [tuple(each.shape) for each in trained if id(each) not in parts]

@@ -32,22 +32,27 @@ class StepGroups:
     def __init__(self, program: Program, rank: int | None = None) -> None:
         self._program = program
         self._rank = program.axis_rank("pp") if rank is None else rank
+        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._peers: dict[int, int] = {}
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks along some axes through this rank, in order; the rank alone for axes that the mesh lacks."""
         mesh = self._program.mesh
         if mesh is None:
             return (0,)
-        names = mesh.mesh_dim_names or ()
-        place = [slice(None) if name in axes else self._coordinate(name) for name in names]
-        return tuple(mesh.mesh[tuple(place)].reshape(-1).tolist())
+        if axes not in self._known:  # a mesh makes the tensor of all its ranks anew each time
+            place = [slice(None) if name in axes else self._coordinate(name) for name in mesh.mesh_dim_names or ()]
+            self._known[axes] = tuple(mesh.mesh[tuple(place)].reshape(-1).tolist())
+        return self._known[axes]
 
     def _coordinate(self, axis: str) -> int:
         return self._rank if axis == "pp" else self._program.axis_rank(axis)
 
     def peer(self, pipeline_rank: int) -> int:
         """Return the global rank of another rank along ``pp`` with the same other coordinates."""
-        return StepGroups(self._program, pipeline_rank).ranks()[0]
+        if pipeline_rank not in self._peers:
+            self._peers[pipeline_rank] = StepGroups(self._program, pipeline_rank).ranks()[0]
+        return self._peers[pipeline_rank]
 
     def all_reduce(self, axis: str, nbytes: int, overlapped: bool = False) -> CollectiveRecord:
         """Return the record of an all-reduce along an axis."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -190,10 +190,10 @@ class _Rank:
         if "optimizer" in divided:
             optimizer /= layout.dp
         if "parameters" in divided:
-            units = [each for each in parts if each.parameters]
-            code = len(units) * self.seconds.hardware.unit_seconds
-            gather = code + sum(collective("all_gather", each.parameters) for each in units)
-            reduce = code + sum(collective("reduce_scatter", each.gradients) for each in units)
+            units = Counter((each.parameters, each.gradients) for each in parts if each.parameters)
+            code = units.total() * self.seconds.hardware.unit_seconds
+            gather = code + sum(times * collective("all_gather", size) for (size, _), times in units.items())
+            reduce = code + sum(times * collective("reduce_scatter", size) for (_, size), times in units.items())
             if not self.replicas.gathers_blocks:
                 return forward, backward, optimizer + gather + reduce
             if not self.seconds.hardware.overlaps:

@@ -113,8 +113,11 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
         self.count(func)
+        if func is _UNSAFE_VIEW:
+            func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if (entry := self._known_result(func, args, kwargs or {})) is not None:
-            return self._output_from_cache_entry(None, entry, None, func, args)
+            unused: Any = None  # only of use to entries with symbolic sizes
+            return self._output_from_cache_entry(unused, entry, unused, func, args)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             if not self.communicates and getattr(func, "namespace", "") in _COMMUNICATION:
                 raise UnknownValueError(f"{func} would send values while tracing")
@@ -125,8 +128,6 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             raise UnknownValueError(f"{func} puts values that are unknown while tracing into a tensor of known values")
         if self.keeps_values:
             func, args = with_positions(func, args, has_values)
-        if func is _UNSAFE_VIEW:
-            func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # torch's own fake takes bfloat16 alone
             return args[0].new_empty(_grouped_shape(*args, **(kwargs or {})))
         return self._fake_result(func, types, args, kwargs)
@@ -136,7 +137,8 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         key: list[Any] = []
         if not (self._add_facts(key, args) and self._add_facts(key, kwargs.values())) or FakeTensor not in key:
             return None
-        entry = self.cache.get((*self._modes(func), *kwargs, *key))
+        known: dict[Any, Any] = self.cache
+        entry = known.get((*self._modes(func), *kwargs, *key))
         return entry if type(entry) is _DispatchCacheValidEntry else None
 
     def _count_reads(self, func: Any, args: Any) -> None:
@@ -180,7 +182,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             if func.is_view:
                 storage = args[entry.view_idx].untyped_storage()
                 empty = torch.empty(0, dtype=meta.dtype, device="meta")
-                empty.set_(storage, meta.storage_offset, meta.shape, meta.stride)  # type: ignore[call-overload]
+                empty.set_(storage, meta.storage_offset, meta.shape, meta.stride)
             else:
                 empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         return self.fake(empty.requires_grad_(meta.requires_grad), meta.device)
