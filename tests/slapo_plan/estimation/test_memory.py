@@ -81,7 +81,7 @@ def test_models_of_users_on_two_ranks(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_pipelines_of_models_of_users() -> None:
-    check([(name, "1f1b") for name in ("nano", "lstm", "gru", "frozen", "images")], 2)
+    check([(name, "1f1b") for name in ("nano", "lstm", "gru", "frozen", "images", "siamese")], 2)
 
 
 @pytest.mark.slow

@@ -151,6 +151,86 @@ def test_a_model_that_counts_its_blocks_is_measured_whole(monkeypatch: pytest.Mo
     assert found == estimate(sch, batch)
 
 
+class Parts(Net):
+    """Net that runs what its blocks hold, as those of a dict do."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer.down(layer.up(layer.norm(x)).relu())
+        return x.square().mean()
+
+
+class Dicts(Net):
+    """Net whose blocks are dicts of modules."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*widths)
+        self.layers = nn.ModuleList(nn.ModuleDict(each.named_children()) for each in self.layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer["down"](layer["up"](layer["norm"](x)).relu())
+        return x.square().mean()
+
+
+class Forwards(Net):
+    """Net that calls the forward of its blocks, around their hooks."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x.square().mean()
+
+
+class EverySecond(Net):
+    """Net that runs every second block."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers[::2]:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Twice(Net):
+    """Net that runs all its blocks twice."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x.square().mean()
+
+
+class FirstHalf(Net):
+    """Net that runs the first half of its blocks."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers[: len(self.layers) // 2]:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("target", ["torch", "megatron"])
+@pytest.mark.parametrize("kind", [Parts, Dicts, Forwards, EverySecond, Twice, FirstHalf, Numbered])
+def test_blocks_that_are_not_called_one_after_the_other_all_run(
+    kind: type[Net], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = {"ids": torch.zeros(2, 12, dtype=torch.long)}
+    sch = create_schedule(kind(*(32,) * 9), example_inputs=batch)
+    found = estimate(sch, batch, target=target)
+    monkeypatch.setattr(repeated_blocks, "KEPT", 1000)
+    whole = estimate(sch, batch, target=target)
+    assert not whole.problems
+    assert [each.memory for each in found.ranks] == [each.memory for each in whole.ranks]
+    assert found.flops == whole.flops
+
+
 class NumberedAndDeep(Net):
     """Numbered blocks, and behind them others with more parameters; the former are measured whole, the latter are not."""
 

@@ -159,6 +159,33 @@ class Result:
     hidden: Any = None
 
 
+class Repeated(nn.Module):
+    """One block that runs six times, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(TOKENS, WIDTH), nn.LayerNorm(WIDTH)
+        self.block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for _ in range(6):
+            x = x + self.block(x)
+        return F.cross_entropy(F.linear(self.norm(x), self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
+class Siamese(nn.Module):
+    """One network that runs on images and on their mirror images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.SiLU(), nn.Flatten(), nn.Linear(1024, WIDTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one, other = self.net(x), self.net(x.flip(-1))
+        return F.mse_loss(one, other) + F.cross_entropy(one + other, y)
+
+
 class Lists(nn.Module):
     """Takes lists, dicts and plain values, works in place, and returns a dataclass."""
 
@@ -274,6 +301,8 @@ USER_MODELS: dict[str, UserModel] = {
     "lstm": UserModel(lambda: Recurrent(nn.LSTM)),
     "gru": UserModel(lambda: Recurrent(nn.GRU)),
     "frozen": UserModel(FrozenBody),
+    "repeated": UserModel(Repeated),
+    "siamese": UserModel(Siamese, images),
     "lists": UserModel(Lists, lists),
     "images": UserModel(Images, images),
     "spectral": UserModel(Spectral, sequences),

@@ -28,6 +28,7 @@ from slapo_training.batches import Batch, split, variadic_argument
 from slapo_training.losses import FakeReplicaLoss
 from slapo_training.optimizers import FakeWholeTensors, update_dependence
 
+from .gradients.reduction import BUCKET_BYTES
 from .options import Options
 from .pipelining.schedules import action_order, kind_of, runnable_schedule, schedule_for_batch
 from .split_tensors import has_split, split_tensors
@@ -72,7 +73,7 @@ class TorchStepModel(StepModel):
         staged, several = stages > 1, kind_of(_schedule(config)).stages_per_rank != 1
         keeps_sent = staged and (several or _schedule(config) == "gpipe")
         afterwards = ddp and staged and several
-        return MemoryRules(ddp and not afterwards, staged, keeps_sent, afterwards)
+        return MemoryRules(ddp and not afterwards, staged, keeps_sent, flattens_gradients=afterwards, tie_bucket=BUCKET_BYTES)
 
     @classmethod
     def collectives(cls, program: Program, config: Mapping[str, Any], rank: int, facts: StepFacts) -> list[CollectiveRecord]:

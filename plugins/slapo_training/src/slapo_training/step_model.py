@@ -73,6 +73,8 @@ class MemoryRules(NamedTuple):
         kept_losses: Number of losses that the last stage keeps, also between steps, each with what its micro-batch received
             and the gradient of that.
         flattens_gradients: True if flat copies of all gradients are reduced over replicas after the last backward.
+        tie_bucket: Bytes from which gradients of tied parameters are summed apart. After the last backward a rank has a flat
+            copy of them from each rank that shares them, and the sum of one bucket. 0 without.
         main_itemsize: Bytes of each element of the copies that the optimizer steps in place of fp32 parameters; 0 without.
         gradient_itemsize: Bytes of each element of gradient buffers that stay between steps, beside which there are no other
             gradients; 0 without.
@@ -89,6 +91,7 @@ class MemoryRules(NamedTuple):
     fixed_buffers: bool = False
     kept_losses: int = 0
     flattens_gradients: bool = False
+    tie_bucket: int = 0
     main_itemsize: int = 0
     gradient_itemsize: int = 0
     step_itemsize: int = 0

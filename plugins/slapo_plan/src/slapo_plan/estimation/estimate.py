@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core import BuildPlan, Program, Schedule, ScheduleError, SlapoError
-from slapo_training import StepFacts, StepModel
+from slapo_training import StepFacts, StepGroups, StepModel
 
 from ..hardware import Hardware
 from ..measurement.model_errors import model_errors
@@ -92,7 +92,7 @@ def estimate(
         if any(each.step is not None for each in own.values()):
             memory = engine_rank_memory(own, order[rank], rules, len(parts), nbytes)
         else:
-            memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own))
+            memory = rank_memory(own, order[rank], rules, len(parts), nbytes, _places(program, rank, own, rules.tie_bucket))
         ranks.append(RankEstimate(rank, layout["dp"] * layout["tp"], tuple(own), memory, rank_flops(own, order[rank])))
         arrivals = [each for index in reversed(own) for each in own[index].arrivals]
         unused = sum(each.unused for each in records)
@@ -154,7 +154,7 @@ def optimizer_factory(optimizer: Any) -> Any:
     return optimizer
 
 
-def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> RankPlaces:
+def _places(program: Program, rank: int, records: Mapping[int, StageRecord], tie_bucket: int) -> RankPlaces:
     """Return what the stages of a rank share: tied parameters, and tensors between neighbours."""
     named = dict(program.module.named_parameters(remove_duplicate=False))
     repeated: Counter[int] = Counter()
@@ -164,4 +164,17 @@ def _places(program: Program, rank: int, records: Mapping[int, StageRecord]) -> 
             repeated[stage] += round(named[tie.names[0]].nbytes * records[stage].parameters / held)  # rows only with FSDP
     own = [each for stage in records for each in program.stages[stage].module.buffers()]
     others = storage_bytes([*own, *program.module.buffers()]) - storage_bytes(own)
-    return RankPlaces(repeated, frozenset(stage for stage in records if stage + 1 in records), others)
+    passes_on = frozenset(stage for stage in records if stage + 1 in records)
+    return RankPlaces(repeated, passes_on, others, _tie_copies(program, rank, records, tie_bucket) if tie_bucket else 0)
+
+
+def _tie_copies(program: Program, rank: int, records: Mapping[int, StageRecord], bucket: int) -> int:
+    """Return the bytes of copies of tied gradients: one from each rank that shares them, and the sum of one bucket."""
+    sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for parameter, ranks in StepGroups(program, rank).ties():
+        sizes[ranks].append(parameter.nbytes)
+    held = sum(each.nbytes for stage in records for each in program.stages[stage].module.parameters())
+    share = sum(each.parameters for each in records.values()) / max(1, held)  # rows only with FSDP
+    copies = sum(len(ranks) * sum(own) for ranks, own in sizes.items())
+    sums = [max(*own, min(sum(own), bucket)) * (1 if len(ranks) == 2 else 2) for ranks, own in sizes.items()]
+    return round(share * (copies + max(sums, default=0)))

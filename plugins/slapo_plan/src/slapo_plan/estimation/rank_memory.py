@@ -19,11 +19,13 @@ class RankPlaces(NamedTuple):
         repeated: Bytes of parameters of a stage that another stage of the rank holds, too; given for one of the two.
         passes_on: Stages whose outputs go to a stage of the same rank.
         other_buffers: Bytes of buffers of stages of other ranks, which this rank holds, too.
+        tie_copies: Bytes of the copies in which gradients of tied parameters of several ranks are summed.
     """
 
     repeated: Mapping[int, int] = {}
     passes_on: frozenset[int] = frozenset()
     other_buffers: int = 0
+    tie_copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def rank_memory(
         step.now["gathered"] -= each.begin.change
     if rules.flattens_gradients:
         step.peak(between, "reduction of gradients")
+    step.peak(places.tie_copies, "sum of tied gradients")
     if rules.buckets:  # reduced gradients are views of the buckets
         step.now["gradients"] = 0
     working = max((each.optimizer.peak - each.optimizer.change for each in stages), default=0)
@@ -151,6 +154,7 @@ class _Step:
             forwards += kind == "F" and not begun
             if rules.receive_buffers:
                 self.now["messages"] += self._messages(kind, index, record, rules, places, is_first and forwards > 1)
+        self.now["messages"] -= self._on_the_way
 
     def _messages(
         self, kind: str, index: int, record: StageRecord, rules: MemoryRules, places: RankPlaces, ends_warmup: bool

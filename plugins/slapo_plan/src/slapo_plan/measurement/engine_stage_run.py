@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core import Boundary, Stage
+from slapo_core import Boundary, SlapoError, Stage, get_logger
 from slapo_tracing.recording import Sandbox
 from slapo_training import StageMemory
 
@@ -18,7 +18,7 @@ from ..recording.run_recorder import RunRecorder
 from ..recording.segments import PassRecord, RepeatedBlocks, SegmentMarks
 from ..recording.storage_tracker import storage_bytes
 from ..records import CollectiveRecord
-from .repeated_blocks import BlockRun, block_runs, trimmed_runs
+from .repeated_blocks import BlockRun, BlocksNotRunError, block_runs, trimmed_runs
 from .stage_record import StageRecord
 from .stage_run import StageForward
 
@@ -41,7 +41,18 @@ def run_engine_stage(
         engine: Makes the engine's own tensors.
         microbatches: Number of micro-batches of a step.
     """
-    runs = block_runs(stage.module)
+    try:
+        return _run(stage, part, forward, engine, microbatches, block_runs(stage.module))
+    except SlapoError:
+        raise
+    except Exception as err:  # e.g. the code takes the output of a block by its number
+        get_logger().debug("a stage runs again with all its blocks: %s", err)
+    return _run(stage, part, forward, engine, microbatches, [])
+
+
+def _run(
+    stage: Stage, part: Mapping[str, Any], forward: StageForward, engine: EngineMemory, microbatches: int, runs: list[BlockRun]
+) -> StageRecord:
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
         weights = [each.data for each in stage.module.parameters()]
@@ -134,7 +145,7 @@ class _EngineRun:
         self.received = storage_bytes(received)
         made: list[Any] = []
         with self.sandbox.observed_by(self.recorder):
-            forward = self._measure_blocks(lambda: made.append(self.forward(received, self.part)))
+            forward = self._measure_blocks(lambda: made.append(self.forward(received, self.part)), is_forward=True)
             outputs = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
             trained = [each for each in outputs if each.requires_grad]
             gradients: list[torch.Tensor] | None = None
@@ -165,9 +176,14 @@ class _EngineRun:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
         return self.sandbox.fake_of(tensor).requires_grad_(boundary.requires_grad)
 
-    def _measure_blocks(self, run: Callable[[], Any]) -> PassRecord:
+    def _measure_blocks(self, run: Callable[[], Any], is_forward: bool = False) -> PassRecord:
         with self.marks:
-            found = self.marks.measure(run).whole(self.repeated)
+            segments = self.marks.measure(run)
+        if is_forward:
+            BlocksNotRunError.check(
+                (path for each in self.repeated for path in each.paths), {name for name, _ in segments.parts}
+            )
+        found = segments.whole(self.repeated)
         return PassRecord(found.peak, found.change, (*found.work, *self._take_collectives()))
 
     def _take_collectives(self) -> tuple[CollectiveRecord, ...]:

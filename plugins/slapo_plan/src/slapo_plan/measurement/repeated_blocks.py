@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -106,7 +106,7 @@ def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[Bloc
         if isinstance(getattr(each, "code", None), str):  # a traced forward calls its blocks by name
             found.extend(_runs_of_graph(each, ahead))
             return
-        if isinstance(each, nn.ModuleList):
+        if isinstance(each, nn.ModuleList) and all(map(_can_run, each)):
             children = [(name, child) for name, child in each._modules.items() if child is not None]
             signatures = [module_signature(child) for _, child in children]
             for start, length, times in _patterns(signatures, ahead, longest):
@@ -118,6 +118,11 @@ def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[Bloc
 
     visit(module)
     return found
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Return False for a container without a forward, such as a ``ModuleDict``: its parent runs what it holds."""
+    return type(module).forward is not nn.Module.forward
 
 
 def largest_run(runs: Sequence[BlockRun]) -> list[BlockRun]:
@@ -165,6 +170,16 @@ def _runs_of_graph(module: nn.Module, ahead: int) -> Iterator[BlockRun]:
         for owner, some in groupby(paths, key=lambda path: path.rpartition(".")[0]):
             holder, names = module.get_submodule(owner), tuple(path.rpartition(".")[2] for path in some)
             yield BlockRun(holder, names, tuple(map(holder.get_submodule, names)), 1, ahead, substitute)
+
+
+class BlocksNotRunError(RuntimeError):
+    """Error of a model that runs the contents of a block and not the block, so that no hook sees where it begins."""
+
+    @staticmethod
+    def check(blocks: Iterable[str], ran: Container[str]) -> None:
+        """Raise the error if some blocks, by path, did not run."""
+        if missing := [path for path in blocks if path not in ran]:
+            raise BlocksNotRunError(f"the model does not call {missing[0]!r}")
 
 
 @contextmanager

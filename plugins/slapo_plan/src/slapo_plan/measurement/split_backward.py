@@ -42,6 +42,8 @@ class SplitBackward:
     def run_inputs(self) -> None:
         """Run the part for gradients of received tensors."""
         if any(each.requires_grad for each in self._received):
+            if self._gradients is not None:  # as ``ExactStage``: torch detaches outputs in place, which views refuse
+                self._outputs = [each.clone() if each._is_view() else each for each in self._outputs]
             self._groups = backward_of_inputs(self._outputs, self._gradients, self._received, self._weights)
 
     def run_weights(self) -> None:

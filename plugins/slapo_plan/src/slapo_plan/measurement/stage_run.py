@@ -24,7 +24,7 @@ from ..recording.storage_tracker import resizes_noted, storage_bytes
 from ..records import CollectiveRecord
 from ._torch_private import FakeTensorMode
 from .gradient_arrivals import GradientArrivals, gradient_bytes, sparse_bytes
-from .repeated_blocks import LONGEST_PATTERN, Trims, block_runs, largest_run, trimmed_runs
+from .repeated_blocks import LONGEST_PATTERN, BlocksNotRunError, Trims, block_runs, largest_run, trimmed_runs
 from .segmented_stage import SegmentedStage
 from .split_backward import SplitBackward
 from .stage_record import StageRecord
@@ -74,6 +74,7 @@ def run_stage(
         blocks = {paths[id(block)]: block for run in runs for block in run.kept_blocks}
         repeated = [run.repeated_blocks(paths) for run in runs if run.num_dropped]
         found = run_segmented(stage, part, forward, optimizer, blocks, repeated, held, splits, most_values, with_values)
+    BlocksNotRunError.check((path for each in repeated for path in each.paths), {name for name, _ in found.forward.parts})
     record = found.record(repeated, nbytes, buffers, numbers)
     whole = whole_step_record(optimizer, whole_tensors) if optimizer is not None else None
     return record if whole is None else replace(record, optimizer=whole)

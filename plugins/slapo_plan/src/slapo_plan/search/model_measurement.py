@@ -18,7 +18,7 @@ from ..estimation.stage_records import MOST_BYTES_WITH_VALUES, MOST_VALUES
 from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import NEEDS_VALUES, model_errors
 from ..measurement.random_states import tracked_random_states
-from ..measurement.repeated_blocks import block_runs, trimmed_runs
+from ..measurement.repeated_blocks import BlocksNotRunError, block_runs, trimmed_runs
 from ..measurement.segmented_stage import SegmentedStage
 from ..measurement.stage_run import run_segmented
 from ..recording.segments import RepeatedBlocks
@@ -191,6 +191,8 @@ class _StageMeasurements:
             split = self._run(stage)
             ends.append(split.ends())
             parts |= split.blocks()
+        if len(self.trimmed.kept) < len(self.trimmed.blocks):
+            BlocksNotRunError.check(self.trimmed.kept, parts)
         kept = {path: self.trimmed.kept[path] for path in parts}
         plain = {path: (block.run, parts[name]) for name, block in kept.items() for path in block.stands}
         paths = tuple(plain)
