@@ -55,6 +55,7 @@ def _run(
 ) -> StageRecord:
     sandbox = Sandbox(stage.module, part, fake=True, keeps_values=True)
     with sandbox.open(grad=True):
+        sandbox.keep_schedule_hooks()
         weights = [each.data for each in stage.module.parameters()]
         memory = engine(stage.module)
         everything = _EngineRun(stage, part, forward, sandbox, memory)

@@ -103,6 +103,7 @@ def run_segmented(
     with sandbox.open(grad=True), warnings.catch_warnings():
         # torch reads the gradient of each real tensor that it makes a fake one of, e.g. in the cache of autocast
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+        sandbox.keep_schedule_hooks()
         run = _StageRun(stage, part, forward, sandbox, blocks, repeated, parameters)
         try:
             return run.record(optimizer, splits)

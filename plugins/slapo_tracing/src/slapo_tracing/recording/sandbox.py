@@ -160,6 +160,17 @@ class Sandbox:
         finally:
             self.mode.observer = before
 
+    def keep_schedule_hooks(self) -> None:
+        """Give the substitutes the tensor hooks that steps of a schedule have put on parameters; the sandbox is open.
+
+        Hooks of users see no substitutes: they may keep what they are given.
+        """
+        for new in self._substitutes.values():
+            own = self.originals[id(new)]
+            for hook in (own._backward_hooks or {}).values() if new.requires_grad else ():
+                if getattr(hook, "of_schedule", False):
+                    new.register_hook(hook)  # type: ignore[no-untyped-call]
+
     def changed_tensors(self) -> set[int]:
         """Return the ids of the substitutes that the forward has changed in place."""
         return {id(tensor) for tensor in self._substitutes.values() if private.version(tensor) != self._versions[id(tensor)]}
