@@ -51,8 +51,15 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._known:
             self._known[key] = operator_record(func, args, kwargs, output)
         if (record := self._known[key]) is not None:
+            if record.flops and (number := _num_gradients(args)):
+                record = record._replace(gradients=number)
             self.records.append(record._replace(hooked=True) if saved_tensors_are_hooked() else record)
         return output
+
+
+def _num_gradients(args: tuple[Any, ...]) -> int:
+    """Return the number of factors that need a gradient; a vector is a bias."""
+    return min(2, sum(isinstance(each, torch.Tensor) and each.requires_grad and each.dim() > 1 for each in args))
 
 
 def _parts(values: Any, seen: list[torch.Tensor]) -> Iterator[Any]:

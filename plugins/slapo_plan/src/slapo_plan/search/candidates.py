@@ -31,7 +31,7 @@ class Candidate:
         stages: Cost of each pipeline stage.
         step_seconds: Predicted seconds of a step.
         bubble: Share of the time in which ranks wait for the pipeline.
-        flops: Three times the floating-point operations of all forwards of a step, over all ranks.
+        flops: Floating-point operations of a step over all ranks, recomputation not counted.
         mfu: Share of the peak FLOP/s of all devices, recomputation not counted.
         paths: Paths of the blocks.
         build_options: Options of ``build``.

@@ -110,11 +110,8 @@ def _kept_blocks(run: int, paths: tuple[str, ...], count: int, policies: Sequenc
     """Return the blocks that are kept of one run: the first, one between, one for each policy with room for it, the last."""
     policies = policies[max(0, len(policies) - max(0, count - 2)) :]
     plain = count - len(policies)
-    stands = (
-        [(paths[0],), paths[1:-1], (paths[-1],)]
-        if plain > 2
-        else [paths[: len(paths) + 1 - plain], paths[len(paths) + 1 - plain :]]
-    )
+    # the first of several stands for itself: its input may need no gradient
+    stands = [paths[:1], paths[1:-1], paths[-1:]] if plain > 2 else [paths[:1], paths[1:]] if plain == 2 else [paths]
     blocks = [KeptBlock(run, each) for each in stands[:plain]]
     return [*blocks[:-1], *(KeptBlock(run, (), policy) for policy in policies), *blocks[-1:]]
 
