@@ -14,7 +14,7 @@ from slapo_core import BuildPlan, Program, Schedule, SlapoError, Stage, create_s
 from slapo_training import StageParameters, StageRunner
 
 from ..estimation.estimate import optimizer_factory, step_model
-from ..estimation.stage_records import MOST_BYTES_WITH_VALUES, MOST_VALUES
+from ..estimation.stage_records import MOST_BYTES_WITH_VALUES, MOST_VALUES, needs_values
 from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import NEEDS_VALUES, model_errors
 from ..measurement.random_states import tracked_random_states
@@ -214,7 +214,8 @@ class _StageMeasurements:
             given = stage, self.part, forward, self.optimizer, blocks, repeated
             return run_segmented(*given, StageParameters(), self.splits, most_values, with_values)
 
-        found = _first_that_runs(run, storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES)
+        can_run_on_values = storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES
+        found = run(with_values=True) if needs_values(stage.module) else _first_that_runs(run, can_run_on_values)
         self.output = max(self.output, *found.block_outputs.values(), 0)
         sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
         halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())
