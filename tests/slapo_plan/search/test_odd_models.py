@@ -112,7 +112,8 @@ def test_memory_of_every_candidate_is_that_of_its_schedule(name: str) -> None:
     assert {each.layout.data_parallel for each in found} == {"ddp", "fsdp"}
     assert len({each.layout.pipeline_schedule for each in found if each.layout.pp == 2}) == 3
     for each in found:
-        assert 0.98 <= each.peak / found.estimate(each).peak <= 1.07, str(each)
+        most = 1.07 if each.layout.pp == 1 else 1.15
+        assert 0.98 <= each.peak / found.estimate(each).peak <= most, str(each)
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_candidates_behind_the_fastest_need_no_more_than_predicted(name: str) ->
 def test_a_schedule_that_needs_more_than_predicted_recomputes_more() -> None:
     roomy = max(planned("translator", 2), key=lambda each: each.peak)
     tight = planned("translator", 2, mebibytes=0.9 * roomy.peak / 2**20)
-    assert any(each.num_checkpointed for found in tight for each in found.stages)
+    assert any(stage.num_checkpointed for each in tight for stage in each.stages)
     for each in tight:
         assert each.peak <= 0.9 * roomy.peak
         assert tight.estimate(each).peak <= 0.9 * roomy.peak, str(each)
