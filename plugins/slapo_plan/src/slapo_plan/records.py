@@ -22,6 +22,7 @@ class OperatorRecord(NamedTuple):
         shape: Sizes that decide its speed: ``(batch, m, n, k)`` for ``"matmul"``,
             ``(batch, heads, queries, keys, width)`` for ``"attention"``; otherwise empty.
         hooked: True if hooks see the tensors that it saves, as under a checkpoint.
+        gradients: Number of its factors that need a gradient, 2 at most; the backward computes one product for each.
     """
 
     name: str
@@ -31,6 +32,12 @@ class OperatorRecord(NamedTuple):
     nbytes: int
     shape: tuple[int, ...] = ()
     hooked: bool = False
+    gradients: int = 0
+
+    @property
+    def trained_flops(self) -> int:
+        """Floating-point operations of this call and of its backward."""
+        return self.flops * (1 + self.gradients)
 
 
 Work = OperatorRecord | CollectiveRecord

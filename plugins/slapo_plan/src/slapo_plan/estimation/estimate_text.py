@@ -21,7 +21,7 @@ def estimate_lines(found: Estimate) -> Iterator[str]:
         yield f"cannot run: {problem}"
     if found.ranks:
         yield from _memory_table(found.ranks)
-        model = f"{found.model_flops / 1e12:.4g} as three times the forwards"
+        model = f"{found.model_flops / 1e12:.4g} without recomputation"
         yield f"{found.flops / 1e12:.4g} TFLOP per step over all ranks, {model}"
     if found.time is not None and found.hardware is not None:
         limit = found.hardware.usable_bytes

@@ -39,10 +39,15 @@ def first_pass_collectives(records: Mapping[int, StageRecord], order: Sequence[P
 
 
 def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
-    """Return three times the operations of all forwards, over all ranks: those of a step without recomputation."""
+    """Return the operations of a step without recomputation, over all ranks: of forwards, and of the backwards of these."""
     forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
-    once = sum(count * _flops(records[index].forward.work) for index, count in forwards.items())
-    return 3 * once * program.axis_size("dp") * program.axis_size("tp")
+    once = sum(count * trained_flops(records[index].forward) for index, count in forwards.items())
+    return once * program.axis_size("dp") * program.axis_size("tp")
+
+
+def trained_flops(forward: PassRecord) -> int:
+    """Return the operations of a forward and of its backward without recomputation."""
+    return sum(each.trained_flops for each in forward.work if isinstance(each, OperatorRecord))
 
 
 def main_dtype(passes: Iterable[PassRecord]) -> torch.dtype:

@@ -53,8 +53,8 @@ class Estimate:
         traffic: Bytes from ranks to ranks, or from groups to groups of many ranks; None if the schedule cannot be built.
         problems: Reasons why the step cannot run, one sentence each.
         notes: What the estimate leaves out, one sentence each.
-        model_flops: Three times the floating-point operations of all forwards of a step, over all ranks: recomputation is not
-            counted, frozen parameters count as trained ones, and what ranks compute alike counts for each.
+        model_flops: Floating-point operations of all forwards of a step and of their backwards, over all ranks. Gradients that
+            no trained parameter needs and recomputation are not counted; what ranks compute alike counts for each.
         dtype: Type in which the forwards compute most of them, whose peak FLOP/s the MFU is a share of.
         hardware: The cluster; None without one.
         time: The replayed step on it; None without hardware.

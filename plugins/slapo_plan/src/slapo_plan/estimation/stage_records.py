@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,13 +30,29 @@ _VALUES = (
     "the model reads values that it computed, e.g. to send rows to experts, or writes them into tensors that it made without "
     "them; it ran on real tensors, with random numbers in place of weights on meta, and may take other memory with other values"
 )
-_LSTM = "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU"
 
-_SPARSE = (
-    "gradients of sparse embeddings have the rows of this batch; an optimizer's momentum for them grows with each step, and is "
-    "counted as after the first"
+
+class _ValueNotes(NamedTuple):
+    """Notes on modules whose memory depends on values, or on the device's library.
+
+    Args:
+        counted: Sentence for a stage that runs on values.
+        left_out: Sentence for a stage that is too large for that.
+    """
+
+    counted: str
+    left_out: str
+
+
+_LSTM = _ValueNotes(
+    "nn.LSTM keeps a workspace whose size the device's library decides; it is counted as on this machine's CPU",
+    "nn.LSTM keeps a workspace whose size the device's library decides; that of a stage of this size is not counted",
 )
-_SPARSE_LEFT_OUT = "rows that sparse gradients gain with each micro-batch, and optimizer state for them, are not counted"
+_SPARSE = _ValueNotes(
+    "gradients of sparse embeddings have the rows of this batch; an optimizer's momentum for them grows with each step, and is "
+    "counted as after the first",
+    "rows that sparse gradients gain with each micro-batch, and optimizer state for them, are not counted",
+)
 
 MOST_VALUES = 2**20
 """Elements of a value that depends on the batch alone, such as a mask, up to which it is computed for the model to read."""
@@ -83,22 +99,20 @@ def stage_records(
             replicas = [run_engine_stage(stage, part, forward, each, microbatches) for each in engines]
             return max(replicas, key=_peak_of_replica)
         can_run_on_values = storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES
-        if can_run_on_values and any(isinstance(each, nn.LSTM) for each in stage.module.modules()):
-            note = note or _LSTM
-        if has_sparse := any(getattr(each, "sparse", False) is True for each in stage.module.modules()):
-            note = note or (_SPARSE if can_run_on_values else "")
+        kinds = _kinds_with_values(stage.module)
+        with_values = bool(note) or (can_run_on_values and bool(kinds))
+        notes = (*([note] if note else []), *(each.counted if can_run_on_values else each.left_out for each in kinds))
         whole = partial(runner.whole_tensors, program, index)
 
         def run(most_values: int | None, trims: Trims) -> StageRecord:
-            held, how = runner.parameters(program, index), (most_values, trims, bool(note))
+            held, how = runner.parameters(program, index), (most_values, trims, with_values)
             found = run_stage(stage, part, forward, optimizer, held, index in split, *how, whole)
-            left_out = (_SPARSE_LEFT_OUT,) if has_sparse and not can_run_on_values else ()
-            return replace(found, notes=(note, *left_out) if note else left_out)
+            return replace(found, notes=notes)
 
         try:
             return _first_that_runs(run)
         except NEEDS_VALUES:
-            if note or not can_run_on_values:
+            if with_values or not can_run_on_values:
                 raise
             return record(index, _VALUES)
         except SlapoError as err:
@@ -113,6 +127,17 @@ def stage_records(
     for equal in groups.values():
         found |= _records_of_equal(equal, record)
     return [found[stage.index] for stage in program.stages]
+
+
+def needs_values(module: nn.Module) -> bool:
+    """Return True if the memory of a stage depends on values, or on the device's library, and it is small enough to run so."""
+    return bool(_kinds_with_values(module)) and storage_bytes(module.parameters()) <= MOST_BYTES_WITH_VALUES
+
+
+def _kinds_with_values(module: nn.Module) -> list[_ValueNotes]:
+    modules = [*module.modules()]
+    found = [_LSTM] if any(isinstance(each, nn.LSTM) for each in modules) else []
+    return [*found, _SPARSE] if any(getattr(each, "sparse", False) is True for each in modules) else found
 
 
 def _first_that_runs(run: Callable[[int | None, Trims], StageRecord]) -> StageRecord:

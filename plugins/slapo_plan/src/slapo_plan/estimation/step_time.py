@@ -42,10 +42,13 @@ def step_time(
     reductions, fixed = {}, 0.0
     for rank in order:
         own = [index for index in range(stages) if program.rank_of(index) == rank]
-        ends = sum(_end_of_step(records[index], busy) for index in own)
         waits = [each for each in others[rank] if each.kind != "send"]
-        reductions[own[0]] = ends + sum(collective_seconds(each, busy) for each in waits if each.overlapped)
+        reduction = sum(collective_seconds(each, busy) for each in waits if each.overlapped)
         single = sum(collective_seconds(each, busy) for each in waits if not each.overlapped)
+        gradients = sum(records[index].gradients for index in own)  # 0 for an engine with tensors of its own
+        for index in own:
+            share = records[index].gradients / gradients if gradients else 1 / len(own)
+            reductions[index] = share * reduction + _end_of_step(records[index], busy)
         around = sum(pass_seconds(part, busy) for index in own for part in (records[index].begin, records[index].end))
         fixed = max(fixed, single + around)
     passes = {key: part for index, each in enumerate(records) for key, part in _passes(index, each, microbatches)}

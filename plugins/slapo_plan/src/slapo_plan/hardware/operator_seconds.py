@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..records import OperatorRecord, Work
+from ..records import CollectiveRecord, OperatorRecord, Work
 from .cluster_parts import Measurements
 from .collective_seconds import collective_seconds
 from .description import Hardware
@@ -30,17 +30,22 @@ class WorkSeconds(NamedTuple):
 def work_seconds(work: Iterable[Work], hardware: Hardware) -> WorkSeconds:
     """Return the seconds of operators and collectives in order; equal records are computed once.
 
-    Overlapped collectives of a pass are started by hooks in Python, as those of FSDP units: computation waits for that code.
+    Overlapped collectives of a pass are started by hooks in Python, as those of FSDP units: computation waits for that code, as
+    for that of the reductions over the same ranks.
     """
     compute = communication = overlapped = 0.0
-    for record, count in Counter(work).items():
+    counts = Counter(work)
+    of_units = {each.ranks for each in counts if isinstance(each, CollectiveRecord) and each.overlapped}
+    for record, count in counts.items():
         if isinstance(record, OperatorRecord):
             compute += count * operator_seconds(record, hardware)
-        elif record.overlapped:
+            continue
+        if record.overlapped:
             overlapped += count * collective_seconds(record, hardware)
-            compute += count * hardware.unit_seconds
         else:
             communication += count * collective_seconds(record, hardware)
+        if record.overlapped or (record.kind == "reduce_scatter" and record.ranks in of_units):
+            compute += count * hardware.unit_seconds
     return WorkSeconds(compute, communication, overlapped)
 
 

@@ -31,7 +31,7 @@ class Candidate:
         stages: Cost of each pipeline stage.
         step_seconds: Predicted seconds of a step.
         bubble: Share of the time in which ranks wait for the pipeline.
-        flops: Three times the floating-point operations of all forwards of a step, over all ranks.
+        flops: Floating-point operations of a step over all ranks, recomputation not counted.
         mfu: Share of the peak FLOP/s of all devices, recomputation not counted.
         paths: Paths of the blocks.
         build_options: Options of ``build``.
@@ -163,6 +163,7 @@ def candidate_of(
     options: Mapping[str, Any],
     target: str,
     *,
+    growth: float = 1.0,
     solves: bool = False,
     policy: str = "",
 ) -> Candidate | Rejection:
@@ -175,16 +176,17 @@ def candidate_of(
         seconds: Seconds on the device.
         options: Options of ``build``.
         target: Name of the dialect.
+        growth: As in ``stage_costs``.
         solves: As in ``stage_costs``.
         policy: As in ``stage_costs``.
     """
-    stages = stage_costs(record, layout, facts, seconds, solves=solves, policy=policy)
+    stages = stage_costs(record, layout, facts, seconds, growth=growth, solves=solves, policy=policy)
     limit = seconds.hardware.usable_bytes
     fullest = max(range(len(stages)), key=lambda index: stages[index].peak)
     if stages[fullest].peak > limit:
         missing = stages[fullest].peak - limit
         return Rejection(layout._asdict(), _too_large(stages, fullest, limit, policy), missing)
-    step, bubble = _step(record, layout, stages, seconds)
+    step, bubble = _step(record, layout, stages, seconds, facts.messages)
     total = seconds.flops(record) * layout.microbatches * layout.dp * layout.tp
     ranks = layout.pp * layout.dp * layout.tp
     mfu = total / (step * ranks * seconds.peak_flops(record)) if step else 0.0
@@ -202,15 +204,21 @@ def _too_large(stages: Sequence[StageCost], index: int, limit: int, policy: str)
     return f"{place} needs {format_bytes(stages[index].peak)} of {format_bytes(limit)} with {how}"
 
 
-def _step(record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seconds: PartSeconds) -> tuple[float, float]:
-    """Return the seconds of a step and its bubble, as if every rank waited as long as under (interleaved) 1F1B."""
+def _step(
+    record: ModelRecord, layout: Layout, stages: Sequence[StageCost], seconds: PartSeconds, mode: MessageMode
+) -> tuple[float, float]:
+    """Return the seconds of a step and its bubble, as if every rank waited as long as under (interleaved) 1F1B.
+
+    Overlapped messages of a steady micro-batch take time only beyond that of its computation.
+    """
     work = [0.0] * layout.pp
     for each in stages:
         work[each.rank] += each.forward + each.backward
     message = _message(record, layout, seconds)
-    slowest = max(work) + message
     per_rank = len(stages) // layout.pp
-    filling = (sum(work) - max(work) + (layout.pp - 1) * message) / per_rank
+    sent = message * per_rank  # both ways
+    slowest = max(max(work), sent / 2) if mode == "overlapped" else max(work) + sent
+    filling = (sum(work) - max(work)) / per_rank + (layout.pp - 1) * message
     pipeline = layout.microbatches * slowest + filling
     bubble = 1 - layout.microbatches * sum(work) / (layout.pp * pipeline) if pipeline else 0.0
     return pipeline + seconds_after(stages), max(0.0, bubble)
@@ -225,14 +233,13 @@ def _message(record: ModelRecord, layout: Layout, seconds: PartSeconds) -> float
     return sum(seconds.collective(CollectiveRecord("send", size, ends)) for size in sizes)
 
 
-def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: MessageMode, seconds: PartSeconds) -> Candidate:
+def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, seconds: PartSeconds) -> Candidate:
     """Return a candidate with the step time of its order of actions; steady micro-batches beyond those of the order are added.
 
     Args:
         candidate: The candidate.
         record: The model for its rows.
         facts: What the engine tells of its step.
-        mode: How the engine sends messages.
         seconds: Seconds on the device.
     """
     layout, stages = candidate.layout, candidate.stages
@@ -246,7 +253,7 @@ def replay(candidate: Candidate, record: ModelRecord, facts: EngineFacts, mode: 
         costs |= {(index, "I"): each.backward - weights, (index, "W"): weights}
     pairs = [(index, index + 1) for index in range(len(stages) - 1) if stages[index].rank != stages[index + 1].rank]
     messages = {pair: half for one, other in pairs for pair in ((one, other), (other, one))}
-    run = run_pipeline(facts.order, costs, messages, mode)
+    run = run_pipeline(facts.order, costs, messages, facts.messages)
     ran = max(action.microbatch for action in facts.order[0]) + 1
     work = [sum(each.forward + each.backward for each in stages if each.rank == rank) for rank in range(layout.pp)]
     pipeline = run.seconds + (layout.microbatches - ran) * max(work)

@@ -23,12 +23,14 @@ class EngineFacts:
         divided: Kinds of memory that replicas divide among them.
         order: Actions of each rank for a number of micro-batches that shows each rank's peak.
         overlaps: True if gradients are reduced during the last backward.
+        messages: How messages between stages are sent.
     """
 
     rules: MemoryRules
     divided: frozenset[str]
     order: Mapping[int, Sequence[PipelineAction]]
     overlaps: bool
+    messages: MessageMode
 
     @cached_property
     def states(self) -> dict[int, list[State]]:
@@ -78,10 +80,6 @@ class EngineChoices:
             return facts
         return self._facts(layout, stages, layout.microbatches)
 
-    def message_mode(self, layout: Layout, stages: int, microbatches: int) -> MessageMode:
-        """Return how messages of a layout are sent."""
-        return self.model.message_mode(self.build_options(layout), stages, layout.pp, microbatches)
-
     def _facts(self, layout: Layout, stages: int, microbatches: int) -> EngineFacts | str:
         key = layout.pp, stages, min(layout.dp, 2), layout.data_parallel, layout.pipeline_schedule, microbatches
         if key not in self._known:
@@ -101,6 +99,7 @@ class EngineChoices:
             divided,
             order,
             self.model.overlaps_reduction(options, stages, layout.pp),
+            self.model.message_mode(options, stages, layout.pp, microbatches),
         )
 
 

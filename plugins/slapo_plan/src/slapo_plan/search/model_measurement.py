@@ -14,7 +14,7 @@ from slapo_core import BuildPlan, Program, Schedule, SlapoError, Stage, create_s
 from slapo_training import StageParameters, StageRunner
 
 from ..estimation.estimate import optimizer_factory, step_model
-from ..estimation.stage_records import MOST_BYTES_WITH_VALUES, MOST_VALUES
+from ..estimation.stage_records import MOST_BYTES_WITH_VALUES, MOST_VALUES, needs_values
 from ..measurement.fake_process_group import fake_ranks
 from ..measurement.model_errors import NEEDS_VALUES, model_errors
 from ..measurement.random_states import tracked_random_states
@@ -110,11 +110,8 @@ def _kept_blocks(run: int, paths: tuple[str, ...], count: int, policies: Sequenc
     """Return the blocks that are kept of one run: the first, one between, one for each policy with room for it, the last."""
     policies = policies[max(0, len(policies) - max(0, count - 2)) :]
     plain = count - len(policies)
-    stands = (
-        [(paths[0],), paths[1:-1], (paths[-1],)]
-        if plain > 2
-        else [paths[: len(paths) + 1 - plain], paths[len(paths) + 1 - plain :]]
-    )
+    # the first of several stands for itself: its input may need no gradient
+    stands = [paths[:1], paths[1:-1], paths[-1:]] if plain > 2 else [paths[:1], paths[1:]] if plain == 2 else [paths]
     blocks = [KeptBlock(run, each) for each in stands[:plain]]
     return [*blocks[:-1], *(KeptBlock(run, (), policy) for policy in policies), *blocks[-1:]]
 
@@ -219,7 +216,8 @@ class _StageMeasurements:
             given = stage, self.part, forward, self.optimizer, blocks, repeated
             return run_segmented(*given, StageParameters(), self.splits, most_values, with_values)
 
-        found = _first_that_runs(run, storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES)
+        can_run_on_values = storage_bytes(stage.module.parameters()) <= MOST_BYTES_WITH_VALUES
+        found = run(with_values=True) if needs_values(stage.module) else _first_that_runs(run, can_run_on_values)
         self.output = max(self.output, *found.block_outputs.values(), 0)
         sizes = {path: storage_bytes(block.parameters()) for path, block in blocks.items()}
         halves = any(each.dtype in (torch.bfloat16, torch.float16) for each in stage.module.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..measurement.segmented_stage import SegmentedStage
 from ..recording.segments import PassRecord, Segments
-from ..records import OperatorRecord, Work
+from ..records import Work
 from .row_extrapolation import number_at_rows, pass_at_rows
 
 NOTHING = PassRecord()
@@ -261,8 +261,3 @@ def _without(work: tuple[Work, ...], parts: Iterable[PassRecord]) -> tuple[Work,
             if record in left:
                 left.remove(record)
     return tuple(left)
-
-
-def flops_of(record: PassRecord) -> int:
-    """Return the floating-point operations of a pass."""
-    return sum(each.flops for each in record.work if isinstance(each, OperatorRecord))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import SlapoError, create_schedule, get_logger
+from slapo_core import SlapoError, create_schedule
 from slapo_report import format_bytes
 from slapo_training import StepModel
 
@@ -22,9 +20,11 @@ from ..estimation.estimate import estimate, step_model
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
+from ..measurement.held_messages import held_messages
+from .batch_rows import with_rows
 from .candidates import Candidate, candidate_of, replay
 from .engine_facts import EngineChoices
-from .layouts import Layout, LayoutSpace, Rejection
+from .layouts import Layout, LayoutSpace, ModelForm, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
@@ -88,13 +88,41 @@ class ModelSource:
                     space.rejected.append(found)
         candidates.sort(key=lambda each: each.step_seconds)
         best: list[Candidate] = []
-        while candidates and len(best) < _REFINED:
-            refined = self._refine(candidates.pop(0))
-            if isinstance(refined, Candidate):
-                best.append(refined)
-            else:
+        others: list[Candidate] = []
+        forms: set[ModelForm] = set()  # of pipelines whose stages were measured
+        growth: dict[str, float] = {}  # of their memory, by pipeline schedule
+        for plain in candidates:
+            layout = plain.layout
+            is_new = layout.pp > 1 and layout.form in forms and layout.pipeline_schedule not in growth
+            if len(best) >= _REFINED and not is_new:
+                others.append(plain)
+            elif isinstance(refined := self._refine(plain), Rejection):
                 space.rejected.append(refined)
-        return sorted([*best, *candidates], key=lambda each: each.step_seconds), space.rejected
+                if is_new and len(best) >= _REFINED:
+                    growth[layout.pipeline_schedule] = max(growth.values())
+            else:
+                best.append(refined)
+                if layout.pp > 1:
+                    forms.add(layout.form)
+                    ratio = refined.peak / plain.peak if refined.policies == plain.policies else 1.0
+                    growth[layout.pipeline_schedule] = max(ratio, growth.get(layout.pipeline_schedule, 1.0))
+        for plain in others:
+            most = growth.get(plain.layout.pipeline_schedule, max(growth.values(), default=1.0)) if plain.layout.pp > 1 else 1.0
+            found = self._with_growth(plain, most)
+            if isinstance(found, Candidate):
+                best.append(found)
+            else:
+                space.rejected.append(found)
+        return sorted(best, key=lambda each: each.step_seconds), space.rejected
+
+    def _with_growth(self, candidate: Candidate, growth: float) -> Candidate | Rejection:
+        """Return a candidate with ``growth`` times the memory, and more recomputation if it is needed then."""
+        if growth == 1.0:
+            return candidate
+        if candidate.peak * growth > self.hardware.usable_bytes:
+            return self._cost(candidate.layout, growth=growth)
+        stages = tuple(replace(each, peak=round(each.peak * growth)) for each in candidate.stages)
+        return replace(candidate, stages=stages)
 
     def recomputations(self, candidate: Candidate) -> dict[str, Candidate | Rejection]:
         """Return a candidate with one checkpoint policy for all blocks, or why that does not fit, by policy.
@@ -109,11 +137,11 @@ class ModelSource:
         costs = {policy: self._cost(layout, policy=policy) for policy in record.blocks}
         return {name: each if isinstance(each, Rejection) else each.with_seconds_times(ratio) for name, each in costs.items()}
 
-    def _cost(self, layout: Layout, *, refines: bool = False, policy: str = "") -> Candidate | Rejection:
+    def _cost(self, layout: Layout, *, refines: bool = False, policy: str = "", growth: float = 1.0) -> Candidate | Rejection:
         facts = self._engine.facts(layout)
         if isinstance(facts, str):
             return Rejection(layout._asdict(), facts)
-        record = self._record(layout, cuts=refines)
+        record = self._record(layout, cuts=refines and self._has_equal_blocks)
         if isinstance(record, str):
             return Rejection(layout.form._asdict(), record)
         blocks, stages = len(record.paths), sum(map(len, facts.stages.values()))
@@ -121,18 +149,25 @@ class ModelSource:
             settings = {"tp": layout.tp, "pp": layout.pp} if blocks < layout.pp else layout._asdict()
             return Rejection(settings, f"the model has {blocks} blocks to cut between")
         options = self._engine.build_options(layout)
-        return candidate_of(record, layout, facts, self._seconds, options, self.target, solves=refines, policy=policy)
+        given = record, layout, facts, self._seconds, options, self.target
+        return candidate_of(*given, growth=growth, solves=refines, policy=policy)
 
     def _refine(self, candidate: Candidate) -> Candidate | Rejection:
-        """Return a candidate with policies that are solved for; a pipeline by the stages of the cut model and its order."""
+        """Return a candidate with policies that are solved for; a pipeline with its order, and the stages of a cut model.
+
+        If blocks differ, stages differ by where the model is cut, and the real schedule is estimated.
+        """
         layout = candidate.layout
         found = self._cost(layout, refines=True)
-        facts, record = self._engine.facts(layout), self._record(layout, cuts=True)
+        facts, record = self._engine.facts(layout), self._record(layout, cuts=self._has_equal_blocks)
         if not isinstance(found, Candidate) or isinstance(facts, str) or isinstance(record, str):
             return found
-        microbatches = max(action.microbatch for action in facts.order[0]) + 1
-        mode = self._engine.message_mode(layout, len(found.stages), microbatches)
-        return replay(found, record, facts, mode, self._seconds)
+        found = replay(found, record, facts, self._seconds)
+        return found if layout.pp == 1 or self._has_equal_blocks else self._with_estimate(found)
+
+    @property
+    def _has_equal_blocks(self) -> bool:
+        return len(self._trimmed_model.runs) < 2
 
     def _record(self, layout: Layout, *, cuts: bool) -> ModelRecord | str:
         """Return the model for a layout's rows and tensor-parallel ranks, or why it cannot be measured.
@@ -201,23 +236,34 @@ class ModelSource:
         Returns:
             The candidates, first those that were estimated, fastest first; and those that turn out not to fit.
         """
-        found: list[Candidate] = []
+        found = [each for each in candidates if each.is_estimated]
         rejected: list[Rejection] = []
         ratios: list[float] = []
-        rest = [*candidates]
-        while number and rest and len(found) < number + _MORE:
+        rest = [each for each in candidates if not each.is_estimated]
+        while number and rest and len(ratios) < number + _MORE:
             ratio = median(ratios) if ratios else 1.0
             if len(found) >= number and rest[0].step_seconds * ratio >= min(each.step_seconds for each in found):
                 break
             each = rest.pop(0)
-            exact = self._exact(each)
+            exact = self._with_estimate(each)
             if isinstance(exact, Rejection):
                 rejected.append(exact)
                 continue
-            found.append(each.with_estimate(exact))
-            ratios.append(found[-1].step_seconds / each.step_seconds)
+            found.append(exact)
+            ratios.append(exact.step_seconds / each.step_seconds)
         found.sort(key=lambda each: each.step_seconds)
         return [*found, *(each.with_seconds_times(median(ratios)) if ratios else each for each in rest)], rejected
+
+    def _with_estimate(self, candidate: Candidate) -> Candidate | Rejection:
+        """Return a candidate with the costs of its real schedule; one that does not fit is tried with more recomputation."""
+        limit = self.hardware.usable_bytes
+        exact = self._exact(candidate)
+        if isinstance(exact, Rejection) and exact.missing:
+            growth = (limit + exact.missing) / candidate.peak
+            tighter = self._cost(candidate.layout, refines=True, growth=growth)
+            if isinstance(tighter, Candidate) and tighter.policies != candidate.policies:
+                candidate, exact = tighter, self._exact(tighter)
+        return exact if isinstance(exact, Rejection) else candidate.with_estimate(exact)
 
     def _exact(self, candidate: Candidate) -> Estimate | Rejection:
         settings = candidate.layout._asdict()
@@ -240,40 +286,3 @@ def _with_policy(record: ModelRecord, full: ModelRecord) -> ModelRecord:
 
 def _step_model(target: str) -> type[StepModel]:
     return step_model(create_schedule(nn.Identity()), target)
-
-
-@contextmanager
-def held_messages() -> Iterator[list[str]]:
-    """Keep Slapo's messages from the log in a block; yield its warnings."""
-    found: list[str] = []
-
-    def hold(record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            found.append(record.getMessage())
-        return False
-
-    logger = get_logger()
-    logger.addFilter(hold)
-    try:
-        yield found
-    finally:
-        logger.removeFilter(hold)
-
-
-def with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the batch with another number of rows, which repeat.
-
-    Raises:
-        SlapoError: no tensor has rows.
-    """
-    sizes = [value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
-    if not sizes:
-        raise SlapoError("plan: the batch has no tensor with rows; give the arguments of the forward by name")
-
-    def repeat(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != sizes[0]:
-            return value
-        value = torch.zeros_like(value, device="cpu") if value.is_meta else value
-        return value.repeat(-(-rows // sizes[0]), *[1] * (value.dim() - 1))[:rows]
-
-    return {name: repeat(value) for name, value in batch.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..estimation.rank_work import main_dtype
+from ..estimation.rank_work import main_dtype, trained_flops
 from ..estimation.step_time import pass_seconds
 from ..hardware import Hardware, collective_seconds
 from ..recording.segments import PassRecord
 from ..records import CollectiveRecord
-from .model_record import ModelRecord, flops_of
+from .model_record import ModelRecord
 
 
 class PartSeconds:
@@ -37,11 +37,11 @@ class PartSeconds:
         return self._collectives[record]
 
     def flops(self, record: ModelRecord) -> int:
-        """Return three times the operations of a forward of the whole model on one rank of each stage."""
+        """Return the operations of a forward of the whole model and of its backward, on one rank of each stage."""
         if id(record) not in self._flops:
             parts = [record.first.entry, *record.blocks["none"], record.last.exit]
-            known = {id(each): flops_of(each.forward) for each in dict.fromkeys(parts)}
-            self._flops[id(record)] = record, 3 * sum(known[id(each)] for each in parts)
+            known = {id(each): trained_flops(each.forward) for each in dict.fromkeys(parts)}
+            self._flops[id(record)] = record, sum(known[id(each)] for each in parts)
         return self._flops[id(record)][1]
 
     def peak_flops(self, record: ModelRecord) -> float:

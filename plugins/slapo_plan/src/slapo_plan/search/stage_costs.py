@@ -74,7 +74,14 @@ def _both(part: Part, seconds: PartSeconds) -> float:
 
 
 def stage_costs(
-    record: ModelRecord, layout: Layout, facts: EngineFacts, seconds: PartSeconds, *, solves: bool = False, policy: str = ""
+    record: ModelRecord,
+    layout: Layout,
+    facts: EngineFacts,
+    seconds: PartSeconds,
+    *,
+    growth: float = 1.0,
+    solves: bool = False,
+    policy: str = "",
 ) -> list[StageCost]:
     """Return the stages of a layout, each rank with the least recomputation that fits.
 
@@ -83,6 +90,7 @@ def stage_costs(
         layout: The layout.
         facts: What the engine tells of its step.
         seconds: Seconds on the device, whose usable memory is the limit.
+        growth: Ratio of the memory of a real schedule to that of its parts.
         solves: True to solve for the checkpoint policies; False for those of a greedy order, which is near and faster.
         policy: Checkpoint policy of all blocks, whether it fits or not; empty for the least recomputation that fits.
     """
@@ -92,7 +100,7 @@ def stage_costs(
     found: dict[int, StageCost] = {}
     for rank, own in facts.stages.items():
         blocks = [range(begins[stage], begins[stage + 1]) for stage in own]
-        found |= _Rank(record, layout, facts, seconds, rank, blocks).costs(solves, policy)
+        found |= _Rank(record, layout, facts, seconds, growth, rank, blocks).costs(solves, policy)
     return [found[stage] for stage in range(stages)]
 
 
@@ -105,15 +113,17 @@ class _Rank:
         layout: Layout,
         facts: EngineFacts,
         seconds: PartSeconds,
+        growth: float,
         rank: int,
         blocks: Sequence[range],
     ) -> None:
         self.record, self.layout, self.facts, self.seconds = record, layout, facts, seconds
-        self.rank, self.stages, self.blocks = rank, facts.stages[rank], blocks
+        self.growth, self.rank, self.stages, self.blocks = growth, rank, facts.stages[rank], blocks
         self.replicas = Replicas(layout.dp, facts.divided, gathers_blocks=layout.pp == 1)
         last = sum(map(len, facts.stages.values())) - 1
         self.ends = [self._ends(stage, last) for stage in self.stages]
-        self.tied = record.tied if {0, last} <= {*self.stages} and last else 0
+        held = {0, last} & {*self.stages} if last else set()
+        self.tied, self.shared = (record.tied if len(held) == number else 0 for number in (2, 1))
 
     def _ends(self, stage: int, last: int) -> StageEnds:
         """Return the ends of a stage; to another stage of this rank it sends nothing."""
@@ -173,7 +183,8 @@ class _Rank:
             sizes.append(StageSizes.of(ends, runs, self.replicas))
         record, facts = self.record, self.facts
         states, microbatches = facts.states[self.rank], self.layout.microbatches
-        return peak_bytes(sizes, states, facts.rules, self.replicas, microbatches, record.batch, self.tied)
+        found = peak_bytes(sizes, states, facts.rules, self.replicas, microbatches, record.batch, self.tied, self.shared)
+        return round(self.growth * found)
 
     def _with_replicas(self, forward: float, backward: float, parts: Sequence[Part]) -> tuple[float, float, float]:
         """Return seconds of forward, backward and the rest of the step, with the messages between replicas."""
@@ -186,16 +197,22 @@ class _Rank:
         def collective(kind: str, nbytes: int) -> float:
             return self.seconds.collective(CollectiveRecord(kind, nbytes, ranks))
 
+        def collectives(kind: str, sizes: Sequence[int]) -> float:
+            return sum(times * collective(kind, nbytes) for nbytes, times in Counter(sizes).items() if nbytes)
+
         gradients, parameters = sum(each.gradients for each in parts), sum(each.parameters for each in parts)
         if "optimizer" in divided:
             optimizer /= layout.dp
         if "parameters" in divided:
-            units = Counter((each.parameters, each.gradients) for each in parts if each.parameters)
-            code = units.total() * self.seconds.hardware.unit_seconds
-            gather = code + sum(times * collective("all_gather", size) for (size, _), times in units.items())
-            reduce = code + sum(times * collective("reduce_scatter", size) for (_, size), times in units.items())
-            if not self.replicas.gathers_blocks:
-                return forward, backward, optimizer + gather + reduce
+            once = [parts[0], parts[-1]] if self.replicas.gathers_blocks else [*parts]
+            running = parts[1:-1] if self.replicas.gathers_blocks else []
+            optimizer += collectives("all_gather", [each.parameters for each in once])
+            optimizer += collectives("reduce_scatter", [each.gradients for each in once])
+            gather = collectives("all_gather", [each.parameters for each in running])
+            reduce = collectives("reduce_scatter", [each.gradients for each in running])
+            code = self.seconds.hardware.unit_seconds
+            forward += code * sum(each.parameters > 0 for each in running)
+            backward += code * sum((each.parameters > 0) + (each.gradients > 0) for each in running)
             if not self.seconds.hardware.overlaps:
                 return forward + gather, backward + gather + reduce, optimizer
             return max(forward, gather), max(backward, gather) + reduce, optimizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,15 +33,31 @@ class Replicas(NamedTuple):
         """Return the bytes of a kind on one replica."""
         return -(-nbytes // self.number) if kind in self.divided else nbytes
 
-    def gather_block(self, part: Part) -> Part:
-        """Return the passes of a block that is gathered as it runs: the next block's parameters are gathered meanwhile.
+    def gather_blocks(self, blocks: Sequence[Run]) -> Iterator[Run]:
+        """Yield the blocks of a stage, each with the passes that it has if its parameters are gathered as it runs."""
+        sizes = [part.parameters for part, _ in blocks]
+        for (part, times), size, before, behind in zip(blocks, sizes, [0, *sizes], [*sizes[1:], 0], strict=False):
+            if times == 1:
+                yield self._gather_block(part, before, behind), 1
+                continue
+            yield self._gather_block(part, before, size), 1
+            yield self._gather_block(part, size, size), times - 2
+            yield self._gather_block(part, size, behind), 1
+
+    def _gather_block(self, part: Part, before: int, behind: int) -> Part:
+        """Return the passes of a block that is gathered as it runs, while the next one to run is gathered as well.
 
         Whole gradients exist until they are reduced, behind the backward of each micro-batch.
+
+        Args:
+            part: The block.
+            before: Bytes of the parameters of the block before it.
+            behind: Bytes of the parameters of the block behind it.
         """
         size, whole, kept = part.parameters, part.gradients, self.share(part.gradients, "gradients")
-        forward = PassRecord(part.forward.peak + 2 * size, part.forward.change, part.forward.work)
+        forward = replace(part.forward, peak=max(2 * size, part.forward.peak + size + behind))
         backward = part.first_backward
-        peak = max(backward.peak + 2 * size, backward.change + size + whole + kept)
+        peak = max(2 * size, backward.peak + size + before, backward.change + before + whole + kept)
         left = backward.change - whole
         first, following = replace(backward, peak=peak, change=left + kept), replace(backward, peak=peak, change=left)
         return replace(part, forward=forward, first_backward=first, next_backward=following)
@@ -78,15 +94,14 @@ class StageSizes:
         """Return the sizes of a stage with some blocks."""
         parts = [(ends.entry, 1), *blocks, (ends.exit, 1)]
         divides = "parameters" in replicas.divided
-        runs = parts
-        if divides and replicas.gathers_blocks:
-            known = {id(part): replicas.gather_block(part) for part, _ in blocks}
-            runs = [(known.get(id(part), part), times) for part, times in parts]
+        gathers_blocks = divides and replicas.gathers_blocks
+        runs = [parts[0], *replicas.gather_blocks(blocks), parts[-1]] if gathers_blocks else parts
         passes = {name: _join(name, runs if name == "forward" else [*reversed(runs)]) for name in PASSES}
         peak, change = passes["forward"]
         passes["forward"] = peak, change - sum(part.late * times for part, times in parts)
         parameters = sum(part.parameters * times for part, times in parts)
-        gathered = (ends.entry.parameters if replicas.gathers_blocks else parameters) if divides else 0
+        around = ends.entry.parameters + ends.exit.parameters  # one unit, for the whole step
+        gathered = (around if replicas.gathers_blocks else parameters) if divides else 0
         working = sum(times * (part.optimizer.peak - part.optimizer.change) for part, times in parts)
         return StageSizes(
             passes,
@@ -96,7 +111,7 @@ class StageSizes:
             sum(part.elements * times for part, times in parts),
             replicas.share(working, "optimizer"),
             gathered,
-            max(part.parameters for part, _ in parts) if gathered else 0,
+            max(around, *(part.parameters for part, _ in blocks), 0) if gathered else 0,
             (ends.received, ends.sent, ends.sent_back),
         )
 
@@ -121,6 +136,7 @@ def peak_bytes(
     microbatches: int,
     batch: int,
     tied: int = 0,
+    shared: int = 0,
 ) -> int:
     """Return the most bytes of a rank in a step.
 
@@ -132,6 +148,7 @@ def peak_bytes(
         microbatches: Number of micro-batches.
         batch: Bytes of a micro-batch.
         tied: Bytes of parameters that two of its stages hold.
+        shared: Bytes of parameters that it and one other rank hold.
     """
     parameters, gradients, state, elements = (
         sum(getattr(each, name) for each in stages) for name in ("parameters", "gradients", "state", "elements")
@@ -151,6 +168,7 @@ def peak_bytes(
         held + gathered + max(each.unit for each in stages),
         held_behind + max(*(each.working for each in stages), rules.step_itemsize * stepped),
         held + 2 * kept if rules.flattens_gradients else 0,
+        held_behind + 3 * replicas.share(shared, "gradients") if rules.tie_bucket else 0,  # those of both ranks, and their sum
     )
     units = sum(replicas.share(each.unit, "gradients") for each in stages if each.gathered)
     growth = [0 if views else each.passes["first_backward"][1] - each.passes["next_backward"][1] for each in stages]
