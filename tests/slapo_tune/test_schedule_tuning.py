@@ -21,7 +21,7 @@ from slapo_tune.measurement.job import TrialJob
 from slapo_tune.measurement.launcher import error_sentence
 from slapo_tune.measurement.step_timing import StepMeasurement, median_interval, time_steps
 
-from .models import Blocks, batch, behave, layout, replace_one, schedule
+from .models import Blocks, LargeBlocks, batch, behave, layout, replace_large, replace_one, schedule
 
 QUICK = MeasurementSettings(warmup=1, max_steps=6, max_seconds=1.0)
 FILE = """
@@ -109,6 +109,18 @@ def test_one_that_computes_something_else_is_not_the_best() -> None:
     assert wrong.verified is not True
     if wrong.verified is False:
         assert wrong.message.startswith("not the same as the unmodified model: ")
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(300)
+def test_a_best_whose_verification_runs_out_of_memory_stays_the_best_and_says_so() -> None:
+    lines: list[str] = []
+    given = {"trials": 1, "measurement": QUICK, "report": lines.append, "timeout": 100.0}
+    result = tune(replace_large, LargeBlocks(), batch(), **given)  # type: ignore[arg-type]
+    assert result.best is not None
+    assert (result.best.verified, result.best.state, result.failures) == (None, "measured", ())
+    assert result.verification_problem.startswith("rank 0: out of memory: ")
+    assert lines[-1].startswith("(small: True) could not be verified: rank 0: out of memory")
 
 
 SCRIPT = """

@@ -28,7 +28,7 @@ from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
 from ..trial.reports import Prune, ReportReader
 from ..trial.throughput import printed_result
-from .subject import last_line, output_problem, own_error, trial_result
+from .subject import UnfinishedVerificationError, last_line, output_problem, own_error, trial_result
 
 _COMMON_OPTIONS = ("microbatches", "precision", "clip")
 """Options of every target; the hook ``slapo_before_build`` sees only the others, as in ``slapo.build``."""
@@ -127,7 +127,11 @@ class ScheduleSubject:
         return trial_result(number, values, output, found, self._timeout, "the trial", reports)
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
-        """Compare a training step with the unmodified model's; return what is wrong, or ``""``; None if interrupted."""
+        """Compare a training step with the unmodified model's; return what is wrong, or ``""``; None if interrupted.
+
+        Raises:
+            UnfinishedVerificationError: its processes ended without a verdict, such as out of memory.
+        """
         output = self._run(values, {"mode": "verify"}, self._timeout, interruption)
         if output is None:
             return None
@@ -135,7 +139,7 @@ class ScheduleSubject:
         if output.exit_code == 0 and found is not None:
             return "" if found["verified"] else f"not the same as the unmodified model: {found['report']}"
         problem = output_problem(output, self._timeout, "the verification") or "the verification printed no verdict"
-        return f"not verified: {own_error(output) or problem}"
+        raise UnfinishedVerificationError(own_error(output) or problem)
 
     def _run(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..schedule_space.schedule_file import SpaceFunction
 from ..schedule_space.schedule_space import ScheduleSpace
+from ..search_space.symbol import TuneError
 from ..study.trial_result import FAILED, MEASURED, PRUNED, TrialResult
 from ..trial.process import Interruption, TrialOutput, signal_name
 from ..trial.reports import Prune, ReportReader, interval_of
@@ -20,6 +21,10 @@ OUTPUT_LEAST_BYTES = 2**16
 
 SILENT_END = "was ended by exit code"
 """End of the error of a rank that left no words, in front of the code."""
+
+
+class UnfinishedVerificationError(TuneError):
+    """A verification that ended without a verdict, e.g. for want of time or memory: the configuration may be right."""
 
 
 class Subject(Protocol):
@@ -44,7 +49,11 @@ class Subject(Protocol):
         """Run a trial, and stop it where ``prune`` says so; None after an interruption."""
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
-        """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked."""
+        """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked.
+
+        Raises:
+            UnfinishedVerificationError: there is no verdict; says why.
+        """
 
 
 def output_problem(output: TrialOutput, time_limit: float | None, what: str) -> str:
