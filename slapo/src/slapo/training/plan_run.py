@@ -69,7 +69,7 @@ def run_plan(settings: PlanSettings) -> Answer:
         data = {**found.to_dict(), "gpus": settings.gpus, "global_batch": settings.global_batch, "seq": settings.model.seq}
         return Answer(bool(found.candidates), json.dumps({**data, **({"answer": words} if words else {})}, indent=2))
     if not found.candidates:
-        return Answer(False, f"no layout fits: {_nearest_layout(found)}")
+        return Answer(False, f"no layout fits: {found.shortage}")
     lines = [words] if words else []
     lines += [
         plan_table(found, settings.top, settings.model.seq),
@@ -137,13 +137,6 @@ def _meta_model(settings: PlanSettings) -> nn.Module:
 
 def _parameter_bytes(settings: PlanSettings) -> int:
     return sum(each.numel() * 4 for each in _meta_model(settings).parameters())
-
-
-def _nearest_layout(found: Plan) -> str:
-    """Return why the layout that came nearest does not fit."""
-    if short := [each for each in found.rejected if each.missing]:
-        return f"the nearest is {min(short, key=lambda each: each.missing)}"
-    return str(found.rejected[0]) if found.rejected else "the constraints leave none; leave one out"
 
 
 def _write(settings: PlanSettings, found: Plan) -> list[str]:

@@ -77,10 +77,6 @@ class Layout(NamedTuple):
         return " ".join([*words, f"micro-batches={self.microbatches}x{self.rows}"])
 
 
-CONSTRAINTS = Layout._fields
-"""Names of constraints, each with a value or a list of values."""
-
-
 class Rejection(NamedTuple):
     """Layouts that cannot run.
 
@@ -108,18 +104,6 @@ class Rejection(NamedTuple):
 
 def _words_of_flags(settings: Mapping[str, Any]) -> list[str]:
     return [name.replace("_", " ") for name, value in settings.items() if value is True]
-
-
-def check_constraints(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed values by name.
-
-    Raises:
-        UnknownNameError: no such constraint.
-    """
-    for name in constraints:
-        if name not in CONSTRAINTS:
-            raise UnknownNameError.of("constraint", name, CONSTRAINTS)
-    return {name: tuple(value) if isinstance(value, (list, tuple, range)) else (value,) for name, value in constraints.items()}
 
 
 class LayoutSpace:
@@ -157,6 +141,13 @@ class LayoutSpace:
             for value in constraints.get(name, ()):
                 if value not in known:
                     raise UnknownNameError.of(name, value, known)
+
+    def without(self, name: str) -> LayoutSpace:
+        """Return the space without one of its constraints."""
+        others = {each: values for each, values in self.constraints.items() if each != name}
+        return LayoutSpace(
+            self.ranks, self.global_batch, self.blocks, self.devices_per_node, others, self.pipelines, self.replicas
+        )
 
     def degrees(self) -> list[int]:
         """Return the degrees of tensor parallelism."""

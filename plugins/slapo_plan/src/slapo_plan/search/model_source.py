@@ -23,6 +23,7 @@ from ..estimation.result import Estimate
 from ..hardware import Hardware
 from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replay
+from .constraints import contradiction
 from .engine_facts import EngineChoices
 from .layouts import Layout, LayoutSpace, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
@@ -72,7 +73,11 @@ class ModelSource:
     def search(
         self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]
     ) -> tuple[list[Candidate], list[Rejection]]:
-        """Return the layouts that fit, fastest first, and those that do not."""
+        """Return the layouts that fit, fastest first, and those that do not.
+
+        Raises:
+            SlapoError: the constraints leave no layout; says which of them could have another value.
+        """
         pipelines, replicas = self._engine.pipelines, self._engine.replicas
         devices, blocks = self.hardware.devices_per_node, len(self._trimmed_model.blocks)
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
@@ -86,6 +91,8 @@ class ModelSource:
                     candidates.append(found)
                 elif found not in space.rejected:
                     space.rejected.append(found)
+        if not candidates and not space.rejected:
+            raise SlapoError(contradiction(space))
         candidates.sort(key=lambda each: each.step_seconds)
         best: list[Candidate] = []
         while candidates and len(best) < _REFINED:
@@ -267,7 +274,7 @@ def with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
         SlapoError: no tensor has rows.
     """
     sizes = [value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
-    if not sizes:
+    if not sizes or not sizes[0]:
         raise SlapoError("plan: the batch has no tensor with rows; give the arguments of the forward by name")
 
     def repeat(value: Any) -> Any:
