@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +191,23 @@ def test_arguments_that_cannot_be_used_are_one_sentence(options: dict[str, Any],
 
 def late(sch: Any, space: Any) -> None:
     space.choice("tp", [1, 2])
+
+
+def test_a_folder_that_cannot_hold_the_job_is_one_sentence_without_advice_on_functions() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(TuneError, match="cannot hold temporary files: .*; set TMPDIR to another folder") as error:
+            run(schedule, space=layout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "top level" not in str(error.value)
+
+
+def test_no_folder_for_temporary_files_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(TuneError, match="missing cannot hold temporary files: No such file or directory; set TMPDIR"):
+        run(schedule, space=layout)
 
 
 def test_a_layout_that_only_the_schedule_declares_is_one_sentence() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from slapo_core import SlapoError, UnknownNameError
 from slapo_report import format_count
 
-from .layouts import Layout, LayoutSpace
+from .layouts import ContradictionError, Layout, LayoutSpace
 
 CONSTRAINTS = Layout._fields
 """Names of constraints, each with a value or a list of values."""
@@ -72,7 +72,7 @@ def _possible_values(space: LayoutSpace, name: str) -> list[Any]:
     free = space.without(name)
     try:
         values = {getattr(layout, name) for tp in free.degrees() for layout in free.layouts(tp)}
-    except SlapoError:
+    except ContradictionError:
         return []
     own = space.constraints[name][0]
     return sorted(values, key=lambda each: abs(each - own) if _is_number(each) else 0)[:_SHOWN]

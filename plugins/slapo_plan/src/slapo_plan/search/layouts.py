@@ -106,6 +106,10 @@ def _words_of_flags(settings: Mapping[str, Any]) -> list[str]:
     return [name.replace("_", " ") for name, value in settings.items() if value is True]
 
 
+class ContradictionError(SlapoError):
+    """Constraints that leave no layout of a number of ranks and a global batch."""
+
+
 class LayoutSpace:
     """All layouts of a number of ranks, without those that the constraints rule out.
 
@@ -120,7 +124,6 @@ class LayoutSpace:
 
     Raises:
         UnknownNameError: the target has no such pipeline schedule or way to run replicas.
-        SlapoError: the constraints leave no layout; says which one binds.
     """
 
     def __init__(
@@ -150,13 +153,17 @@ class LayoutSpace:
         )
 
     def degrees(self) -> list[int]:
-        """Return the degrees of tensor parallelism."""
+        """Return the degrees of tensor parallelism.
+
+        Raises:
+            ContradictionError: none divides the ranks.
+        """
         given = self.constraints.get("tp")
         found = [tp for tp in _divisors(self.ranks) if (tp in given if given else self.devices_per_node % tp == 0)]
         if not found:
             words = ", ".join(map(str, given or ()))
             nearest = ", ".join(map(str, _divisors(self.ranks)[:8]))
-            raise SlapoError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
+            raise ContradictionError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
         return found
 
     def layouts(self, tp: int) -> Iterator[Layout]:

@@ -25,7 +25,7 @@ from ..measurement.fake_process_group import fake_ranks
 from .candidates import Candidate, candidate_of, replay
 from .constraints import contradiction
 from .engine_facts import EngineChoices
-from .layouts import Layout, LayoutSpace, Rejection
+from .layouts import ContradictionError, Layout, LayoutSpace, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
@@ -76,7 +76,7 @@ class ModelSource:
         """Return the layouts that fit, fastest first, and those that do not.
 
         Raises:
-            SlapoError: the constraints leave no layout; says which of them could have another value.
+            ContradictionError: the constraints leave no layout; says which of them could have another value.
         """
         pipelines, replicas = self._engine.pipelines, self._engine.replicas
         devices, blocks = self.hardware.devices_per_node, len(self._trimmed_model.blocks)
@@ -92,7 +92,7 @@ class ModelSource:
                 elif found not in space.rejected:
                     space.rejected.append(found)
         if not candidates and not space.rejected:
-            raise SlapoError(contradiction(space))
+            raise ContradictionError(contradiction(space))
         candidates.sort(key=lambda each: each.step_seconds)
         best: list[Candidate] = []
         while candidates and len(best) < _REFINED:

@@ -182,8 +182,8 @@ def plan(
 
     Raises:
         UnknownNameError: no such hardware, target or constraint.
-        SlapoError: an argument is of a wrong kind, constraints contradict each other, or the model does not run on fake
-            tensors.
+        ContradictionError: the constraints leave no layout; says which of them could have another value.
+        SlapoError: an argument is of a wrong kind, or the model does not run on fake tensors.
     """
     for name, number, least in (("ranks", ranks, 1), ("global_batch", global_batch, 1), ("check", check, 0)):
         if type(number) is not int or number < least:

@@ -27,6 +27,7 @@ from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
 from ..trial.reports import Prune, ReportReader
+from ..trial.temporary_files import temporary_file_errors
 from ..trial.throughput import printed_result
 from .subject import UnfinishedVerificationError, last_line, output_problem, own_error, trial_result
 
@@ -51,10 +52,12 @@ class ScheduleSubject:
         if dist.is_initialized():
             raise TuneError("tune: a process group is initialised here; call it from one process, it starts the ranks itself")
         self._job, self._space, self._timeout = job, space, timeout
-        self._folder = tempfile.TemporaryDirectory(prefix="slapo-tune-")
+        with temporary_file_errors():
+            self._folder = tempfile.TemporaryDirectory(prefix="slapo-tune-")
         self._file = Path(self._folder.name, "job.pt")
         try:
-            job.save(self._file)
+            with temporary_file_errors():
+                job.save(self._file)
             self.name = f"{name}, {job.title}" if name and job.title else name or _study_name(job)
         except BaseException:
             self.close()
