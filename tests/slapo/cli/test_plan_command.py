@@ -102,7 +102,6 @@ def test_the_least_number_of_devices(tmp_path: Path) -> None:
         ("--hardware h101", "no hardware 'h101'; did you mean 'h100'"),
         ("--model gpt22", "has no language model of type 'gpt22'"),
         ("--save plan.txt --gpus 1", "a schedule file is Python; end its name in .py"),
-        ("--calibrate machine.json", "give a path that ends in .toml"),
         ("--max-seq", "--seq 16: --max-seq chooses it; leave one of them out"),
         ("--max-batch --rows 2", "--rows 2: --max-batch chooses it; leave one of them out"),
         ("--max-batch --global-batch 2", "--global-batch 2: --max-batch chooses it; leave one of them out"),
@@ -117,6 +116,10 @@ def test_what_cannot_work_is_one_sentence(flags: str, sentence: str) -> None:
     message = refusal(f"{SMALL} {flags}")
     assert sentence in message
     assert "\n" not in message
+
+
+def test_a_calibration_is_a_toml_file() -> None:
+    assert "--calibrate machine.json: give a path that ends in .toml" in refusal("--calibrate machine.json")
 
 
 @pytest.mark.parametrize("flags", ["--save {}", "--report {}", "--calibrate {}"])
