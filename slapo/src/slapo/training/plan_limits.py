@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from slapo_core import SlapoError
 from slapo_plan import ContradictionError
 from slapo_report import format_count
 
@@ -52,7 +53,8 @@ def least_devices(settings: PlanSettings, probe: Probe, least: int) -> tuple[Pla
         raise SettingsError(
             f"--gpus {settings.gpus}: the degrees given make {format_count(first, 'device')}; use {first} or more"
         )
-    largest, refusal = None, None
+    largest: PlanSettings | None = None
+    refusal: SlapoError | None = None
     for number in _doubled(first, settings.gpus):
         trial = replace(settings, gpus=number, global_batch=settings.global_batch or number)
         try:

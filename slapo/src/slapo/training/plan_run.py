@@ -70,7 +70,8 @@ def run_plan(settings: PlanSettings) -> Answer:
     check_outputs(settings.save, settings.report)
     hardware = Hardware.load(settings.hardware)
     settings, found, words = _answer(settings, hardware)
-    notes, problem = [], ""
+    notes: list[str] = []
+    problem = ""
     try:
         notes += _write(settings, found) if found.candidates else []
     except SlapoError as err:  # the plan took long: print it all the same
