@@ -73,6 +73,19 @@ def behave(sch: Any, space: ScheduleSpace) -> None:
     sch["blocks.0.2"].replace(Behaving(behaviour))
 
 
+class LargeBlocks(Blocks):
+    """Blocks of which one takes all memory, unless a schedule replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][2] = Behaving("memory")  # type: ignore[index]
+
+
+def replace_large(sch: Any, space: ScheduleSpace) -> None:
+    space.choice("small", [True])
+    sch["blocks.0.2"].replace(nn.Linear(16, 8))
+
+
 def replace_one(sch: Any, space: ScheduleSpace) -> None:
     if space.choice("wrong", [True, False]):
         sch["blocks.0.2"].replace(Wrong(16, 8))

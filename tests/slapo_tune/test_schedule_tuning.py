@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from slapo_tune.measurement.job import TrialJob
 from slapo_tune.measurement.launcher import error_sentence
 from slapo_tune.measurement.step_timing import StepMeasurement, median_interval, time_steps
 
-from .models import Blocks, batch, behave, layout, replace_one, schedule
+from .models import Blocks, LargeBlocks, batch, behave, layout, replace_large, replace_one, schedule
 
 QUICK = MeasurementSettings(warmup=1, max_steps=6, max_seconds=1.0)
 FILE = """
@@ -111,6 +113,18 @@ def test_one_that_computes_something_else_is_not_the_best() -> None:
         assert wrong.message.startswith("not the same as the unmodified model: ")
 
 
+@pytest.mark.multiproc
+@pytest.mark.timeout(300)
+def test_a_best_whose_verification_runs_out_of_memory_stays_the_best_and_says_so() -> None:
+    lines: list[str] = []
+    given = {"trials": 1, "measurement": QUICK, "report": lines.append, "timeout": 100.0}
+    result = tune(replace_large, LargeBlocks(), batch(), **given)  # type: ignore[arg-type]
+    assert result.best is not None
+    assert (result.best.verified, result.best.state, result.failures) == (None, "measured", ())
+    assert result.verification_problem.startswith("rank 0: out of memory: ")
+    assert lines[-1].startswith("(small: True) could not be verified: rank 0: out of memory")
+
+
 SCRIPT = """
 import torch, slapo_tune
 from tests.slapo_tune.models import Blocks, batch, schedule
@@ -177,6 +191,23 @@ def test_arguments_that_cannot_be_used_are_one_sentence(options: dict[str, Any],
 
 def late(sch: Any, space: Any) -> None:
     space.choice("tp", [1, 2])
+
+
+def test_a_folder_that_cannot_hold_the_job_is_one_sentence_without_advice_on_functions() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(TuneError, match="cannot hold temporary files: .*; set TMPDIR to another folder") as error:
+            run(schedule, space=layout)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "top level" not in str(error.value)
+
+
+def test_no_folder_for_temporary_files_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(TuneError, match="missing cannot hold temporary files: No such file or directory; set TMPDIR"):
+        run(schedule, space=layout)
 
 
 def test_a_layout_that_only_the_schedule_declares_is_one_sentence() -> None:

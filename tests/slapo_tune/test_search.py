@@ -22,6 +22,7 @@ from slapo_tune.search import Budget
 from slapo_tune.study.ownership import own_process
 from slapo_tune.study.storage import JOURNAL_KEY, open_storage
 from slapo_tune.study.tuning_study import TuningStudy, running_trial
+from slapo_tune.subjects.subject import UnfinishedVerificationError
 from slapo_tune.trial.process import Interruption
 from slapo_tune.tuning_run import SearchSettings, run_search
 
@@ -193,6 +194,25 @@ def test_one_that_is_not_verified_is_a_failure_and_the_next_best_is_taken(tmp_pa
     records = [record for key, record in json.loads(database.read_text()).items() if key != JOURNAL_KEY]
     assert {record["error"] for record in records} == {None, "not the same"}
     assert search(subject, 25, verify=False).best.verified is None  # type: ignore[union-attr]
+
+
+def test_a_verification_without_a_verdict_is_not_held_against_the_best_and_the_next_run_tries_again(tmp_path: Path) -> None:
+    def out_of_time(values: Mapping[str, Any]) -> str:
+        raise UnfinishedVerificationError("the verification was killed at the time limit of 2 s")
+
+    database = tmp_path / "tune.json"
+    result = search(FunctionSubject(wrong=out_of_time), 9, database)
+    assert result.best is not None
+    assert (result.best.verified, result.best.state) == (None, "measured")
+    assert result.failures == ()
+    sentence = "could not be verified: the verification was killed at the time limit of 2 s"
+    assert f"{sentence}; it stays the best so far" in LINES[-1]
+    assert "not verified: the verification was killed" in str(result)
+    assert result.to_dict()["failures"] == [f"the best {sentence}"]
+    again = search(FunctionSubject(), 9, database)
+    assert again.best is not None
+    assert (again.best.number, again.best.verified) == (result.best.number, True)
+    assert again.verification_problem == ""
 
 
 def database_of(kind: str, folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -12,7 +13,10 @@ from typer.testing import CliRunner, Result
 
 from slapo import Hardware
 from slapo.cli.app import create_app
+from slapo.run_data.settings import Settings
+from slapo.training.plan_limits import Probe, bisect, least_devices
 from slapo.training.plan_run import known_facts
+from slapo.training.plan_settings import PlanSettings
 from slapo_core import SlapoError
 
 SMALL = "--layers 2 --hidden 32 --heads 2 --seq 16"
@@ -96,15 +100,96 @@ def test_the_least_number_of_devices(tmp_path: Path) -> None:
         ("--gpus -1", "--gpus -1: not a positive number"),
         ("--fit --max-seq", "one question at a time"),
         ("--hardware h101", "no hardware 'h101'; did you mean 'h100'"),
-        ("--model gpt22", "has no language model of this type"),
-        ("--save plan.txt --gpus 1", "does not end in .py"),
-        ("--calibrate machine.json", "give a path that ends in .toml"),
+        ("--model gpt22", "has no language model of type 'gpt22'"),
+        ("--save plan.txt --gpus 1", "a schedule file is Python; end its name in .py"),
+        ("--max-seq", "--seq 16: --max-seq chooses it; leave one of them out"),
+        ("--max-batch --rows 2", "--rows 2: --max-batch chooses it; leave one of them out"),
+        ("--max-batch --global-batch 2", "--global-batch 2: --max-batch chooses it; leave one of them out"),
+        ("--calibrate machine.toml", "--calibrate measures this machine and plans nothing; leave one of them out"),
+        ("--gpus 1 --pipeline-schedule zbv", "--pipeline-schedule zbv: 1 device leaves one pipeline rank; use --pp 2 or more"),
+        ("--gpus 4 --fit --tp 8", "--gpus 4: the degrees given make 8 devices; use 8 or more"),
+        ("--gpus 4 --fit --dp 3 --global-batch 4", "--global-batch 4: not divisible by 3 replicas; the nearest is 3"),
+        ("--model vit", "no language model of type 'vit'; plan and tune other models in Python"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(flags: str, sentence: str) -> None:
     message = refusal(f"{SMALL} {flags}")
     assert sentence in message
     assert "\n" not in message
+
+
+def test_a_calibration_is_a_toml_file() -> None:
+    assert "--calibrate machine.json: give a path that ends in .toml" in refusal("--calibrate machine.json")
+
+
+@pytest.mark.parametrize("flags", ["--save {}", "--report {}", "--calibrate {}"])
+@pytest.mark.parametrize("name", ["missing/plan", "folder"])
+def test_files_that_cannot_be_written_are_refused_before_the_work(flags: str, name: str, tmp_path: Path) -> None:
+    suffix = {"--save {}": ".py", "--report {}": ".html", "--calibrate {}": ".toml"}[flags]
+    (tmp_path / f"folder{suffix}").mkdir()
+    sizes = "" if "calibrate" in flags else "--layers 400 --hidden 4096 --heads 32 --gpus 512"  # minutes
+    message = refusal(f"{sizes} {flags.format(tmp_path / (name + suffix))}")
+    assert "its folder is not there, or cannot be written to; choose another file" in message
+
+
+@pytest.mark.parametrize("limit", [1, 5, 8, 100, 130, 1000, 4096])
+@pytest.mark.parametrize("most", [6, 100, 130, 2048, 2**20])
+@pytest.mark.parametrize("margin", [0, 3])
+def test_the_largest_number_that_fits(limit: int, most: int, margin: int) -> None:
+    found = bisect(lambda number: number <= limit, lambda number: number <= limit - margin, min(4, most), most)
+    if limit < 4:
+        assert found == 0
+        return
+    border = min(limit - margin, most)
+    assert found <= max(4, border)
+    assert found >= border - max(1, min(limit, most) // 8) - margin
+    assert found == most or margin or border != most
+
+
+def plan_settings(flags: dict[str, Any], **constraints: int) -> PlanSettings:
+    given = {"gpus": 4, "global_batch": 0, "constraints": constraints, "model": Settings(), **flags}
+    fields = ("hardware", "target", "precision", "top", "check", "save", "report", "question", "as_json")
+    return PlanSettings(**{**dict.fromkeys(fields, ""), **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "constraints", "least", "found"),
+    [
+        (16, {}, 3, 4),
+        (16, {}, 16, 16),
+        (6, {}, 5, 6),
+        (24, {"tp": 3}, 5, 6),
+        (24, {"tp": 3, "dp": 2}, 1, 6),
+        (16, {}, 17, None),
+    ],
+)
+def test_the_least_number_of_devices_is_a_multiple_of_the_given_degrees(
+    gpus: int, constraints: dict[str, int], least: int, found: int | None
+) -> None:
+    tried: list[int] = []
+
+    def fits(settings: PlanSettings) -> bool:
+        tried.append(settings.gpus)
+        return settings.gpus >= least
+
+    answer, words = least_devices(plan_settings({"gpus": gpus}, **constraints), Probe(fits, fits), 1)
+    assert answer.gpus == (found or max(tried))
+    assert bool(words) is bool(found)
+    assert (f"{found} devices" in words) is bool(found)
+
+
+def test_where_no_number_of_devices_is_enough_the_exit_status_is_one_and_the_nearest_is_named(tmp_path: Path) -> None:
+    hardware = write_small_hardware(tmp_path / "tiny.toml", 100_000)
+    result = command(f"{SMALL} --gpus 2 --fit --hardware {hardware} --tp 1 --pp 1")
+    assert result.exit_code == 1
+    assert "no layout fits on up to 2 devices: the nearest is tp=1 pp=1 dp=2" in result.output
+
+
+def test_the_longest_sequence_of_a_folder_ends_at_its_positions(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 256, "n_positions": 20}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = command(f"--model {tmp_path} --gpus 1 --max-seq --hardware h100 --check 0")
+    assert "--seq 20: the longest sequence that fits, as the model has 20 positions" in result.output
 
 
 def test_what_is_known_of_a_model_that_does_not_run() -> None:
@@ -115,7 +200,10 @@ def test_what_is_known_of_a_model_that_does_not_run() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "full.py").symlink_to("/dev/full")
-    assert "cannot be written: No space left on device" in refusal(f"{SMALL} --gpus 1 --save {tmp_path / 'full.py'}")
+    result = command(f"{SMALL} --gpus 1 --save {tmp_path / 'full.py'}")
+    assert result.exit_code == 2
+    assert "tp=1 pp=1 dp=1" in result.stdout
+    assert "cannot be written: No space left on device" in result.stderr
 
 
 @pytest.mark.parametrize(

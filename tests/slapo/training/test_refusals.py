@@ -34,7 +34,7 @@ def refusal(*flags: str) -> str:
         ("--pp 2 --microbatches 1 --schedule-kind dualpipev", "'dualpipev' needs at least as many micro-batches as stages"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
         ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: deepspeed, megatron, torch"),
-        ("--model gtp2", r"has no language model of this type; try .*gpt2.* or another of its \d+"),
+        ("--model gtp2", r"has no language model of type 'gtp2'; try .*gpt2.* or another of its \d+"),
         ("--schedule /no/such/file.py", "cannot read the schedule '/no/such/file.py'"),
         ("--device cuda --tp 4 --dp 4 --batch 32", r"--device cuda: 16 ranks, but \d+ GPUs?; use fewer ranks or --device cpu"),
     ],

@@ -100,7 +100,9 @@ def test_dropout_is_set_everywhere(model: str):
 
 
 def test_unknown_model_gets_a_suggestion():
-    with pytest.raises(UnknownNameError, match="--model gtp2: transformers .* has no language model of this type; try .*gpt2"):
+    with pytest.raises(
+        UnknownNameError, match="--model gtp2: transformers .* has no language model of type 'gtp2'; try .*gpt2"
+    ):
         build_config(Settings(model="gtp2"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +170,42 @@ def test_what_stays_whole_is_noted() -> None:
 def test_bad_constraints_are_refused(constraints: dict[str, int], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         plan(gpt2(), BATCH, ranks=4, global_batch=16, hardware="h100", constraints=constraints)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": gpt2}, "the model is a function; give an nn.Module"),
+        ({"model": nn.Linear}, "the model is Linear; give an nn.Module"),
+        ({"model": create_schedule(nn.Linear(2, 2))}, "slapo.estimate takes a schedule"),
+        ({"batch": torch.zeros(1, 8)}, "the batch is a Tensor; give the arguments of the forward by name"),
+        ({"batch": {"input_ids": torch.zeros(0, 8)}}, "the batch has no tensor with rows"),
+        ({"hardware": None}, "hardware is a NoneType; give a name"),
+        ({"check": -1}, "check is -1; give a whole number from 0 on"),
+        ({"check": "1"}, "check is '1'; give a whole number"),
+        ({"microbatches": 2}, "microbatches is chosen by the plan; give constraints={'microbatches': 2}"),
+        ({"data_parallel": "fsdp"}, "data_parallel is chosen by the plan; give constraints={'data_parallel': 'fsdp'}"),
+        ({"constraints": {"tp": 2, "dp": 4}}, "no layout of 4 ranks and a global batch of 16 rows has tp=2, dp=4"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_kind_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"ranks": 4, "global_batch": 16, "hardware": "h100", "batch": BATCH, **arguments}
+    with pytest.raises(SlapoError, match=re.escape(words)):
+        plan(given.pop("model", None) or gpt2(), given.pop("batch"), **given)
+
+
+def test_a_mesh_of_another_number_of_ranks_is_refused() -> None:
+    found = plan(gpt2(), BATCH, ranks=2, global_batch=4, hardware="h100", constraints={"tp": 1, "pp": 1}, check=0)
+    with pytest.raises(SlapoError, match="has 2 ranks, and this job has 1; start 2"):
+        found.mesh()
+
+
+def test_where_nothing_fits_the_best_is_the_sentence_on_the_nearest_layout() -> None:
+    found = plan(gpt2(), BATCH, ranks=2, global_batch=4, hardware=small_devices(1), check=0)
+    with pytest.raises(SlapoError, match="the nearest is ") as error:
+        _ = found.best
+    assert str(min(found.rejected, key=lambda each: each.missing or 2**60)) in str(error.value)
 
 
 def test_a_batch_that_replicas_do_not_divide_names_the_nearest() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .measurement.engine_run import MeasuredStep, measure_step
     from .measurement.fake_process_group import fake_ranks
     from .search.candidates import Candidate
-    from .search.layouts import Rejection
+    from .search.layouts import ContradictionError, Rejection
     from .search.plan import Plan, plan
 else:
     __getattr__ = lazy_names(
@@ -32,7 +32,7 @@ else:
             "hardware": ["Hardware", "calibrate"],
             "measurement.engine_run": ["MeasuredStep", "measure_step"],
             "search.candidates": ["Candidate"],
-            "search.layouts": ["Rejection"],
+            "search.layouts": ["ContradictionError", "Rejection"],
             "search.plan": ["Plan", "plan"],
         },
     )
@@ -40,6 +40,7 @@ else:
 __all__ = [
     "Candidate",
     "CollectiveTotal",
+    "ContradictionError",
     "Estimate",
     "Hardware",
     "LinkTotal",

@@ -25,7 +25,7 @@ from .search_space.space import Space
 from .search_space.symbol import TuneError
 from .study.trial_result import FAILED, REFUSED, TrialResult
 from .study.tuning_study import TuningStudy, parameter_name
-from .subjects.subject import Subject
+from .subjects.subject import Subject, UnfinishedVerificationError
 from .trial.process import Interruption
 
 LARGEST_SPACE = 20_000
@@ -235,17 +235,25 @@ class Search:
             line += f"; {max(0.0, self._remaining_seconds()):.0f} s left"
         return line
 
-    def verify_best(self) -> TrialResult | None:
-        """Return the fastest trial that computes the same as the unmodified model; those that do not become failures."""
+    def verify_best(self) -> str:
+        """Verify the fastest trial; trials that compute something else become failures, and the next one is verified.
+
+        Returns:
+            Sentence on a verification without a verdict, or ``""``. That trial stays the best, and the next run verifies it.
+        """
         while (best := best_of(self._study.results())) is not None and best.verified is None:
             name = Space.cfg_dict_to_str(best.values)
-            problem = self._subject.verify(best.values, self._interruption)
+            try:
+                problem = self._subject.verify(best.values, self._interruption)
+            except UnfinishedVerificationError as err:
+                self._report(f"{name} could not be verified: {err}; it stays the best so far")
+                return str(err)
             if problem is None:
-                return best
+                return ""
             verdict = replace(best, verified=not problem, message=problem, state=FAILED if problem else best.state)
             self._study.set_verified(verdict, self._subject.command)
             self._report(f"verified: {name}" if not problem else f"{name} is not the best: {problem}")
-        return best
+        return ""
 
 
 def best_of(results: Sequence[TrialResult]) -> TrialResult | None:

@@ -31,6 +31,7 @@ class TuneResult:
         space: Candidates of each symbol.
         budget: Trials, and the limits in seconds.
         interrupted: Signal that ended the search, or 0.
+        verification_problem: Sentence on why the verification of the best had no verdict, or ``""``.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TuneResult:
     space: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     interrupted: int = 0
+    verification_problem: str = ""
     write_schedule: WriteSchedule | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -116,7 +118,8 @@ class TuneResult:
             "best": self.best.number if self.best else None,
             "best_so_far": self.best_so_far,
             "importances": dict(self.importances),
-            "failures": [str(each) for each in self.failures]
+            "failures": ([f"the best could not be verified: {self.verification_problem}"] if self.verification_problem else [])
+            + [str(each) for each in self.failures]
             + [f"{Space.cfg_dict_to_str(values)}: skipped: {sentence}" for values, sentence in self.skipped],
             "budget": dict(self.budget),
         }
@@ -129,7 +132,7 @@ class TuneResult:
         lines = [f"{self.name}: {parts}"]
         if self.best is not None:
             word = {True: "verified", False: "refuted", None: "not verified"}[self.best.verified]
-            lines.append(f"best: {self.best}, {word}")
+            lines.append(f"best: {self.best}, {word}" + (f": {self.verification_problem}" if self.verification_problem else ""))
         if self.importances:
             shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.importances.items())
             lines.append(f"importance: {shares}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .sampling.plan_sampler import PlanSampler
@@ -68,6 +68,7 @@ def run_search(
     storage, classic = open_storage(database)
     study = TuningStudy(storage, subject.name, classic, settings.timeout, settings.pruner)
     search: Search | None = None
+    problem = ""
     try:
         search = Search(
             subject,
@@ -81,7 +82,7 @@ def run_search(
         )
         search.run()
         if settings.verify and interruption.number is None:
-            search.verify_best()
+            problem = search.verify_best()
     except KeyboardInterrupt:
         pass
     except BaseException:
@@ -89,7 +90,7 @@ def run_search(
         raise
     finally:
         study.close()
-    result = _result(study, search, settings, interruption.number or 0)
+    result = replace(_result(study, search, settings, interruption.number or 0), verification_problem=problem)
     if result.interrupted:
         goes_on = "the same call goes on there" if database is not None else "with a database it could go on"
         best = f"; best so far: {result.best}" if result.best else ""

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..run_data.settings import SettingsError
 from . import flags
-from .schedule_flags import with_schedule_values
+from .schedule_flags import given_flags, with_schedule_values
 
 Ranks = typer.Option(help="Only layouts with this number.", show_default=False)
 
@@ -68,9 +69,14 @@ def plan(
 ) -> None:
     """Plan a training: the layouts that fit the devices' memory, the fastest first, in one process without any of the devices.
 
-    The exit status is 0 where a layout fits, 1 where none does, and 2 where the flags contradict each other.
+    The exit status is 0 where a layout fits, 1 where none does, and 2 where the flags contradict each other or a file cannot be
+    written.
     """
+    named = given_flags(ctx)
     if calibrate:
+        if others := sorted(named - {"calibrate", "gpus"}):
+            flag = "json" if others[0] == "as_json" else others[0].replace("_", "-")
+            raise SettingsError(f"--{flag}: --calibrate measures this machine and plans nothing; leave one of them out")
         from ..training.plan_run import run_calibration  # noqa: PLC0415 - as in train
 
         typer.echo(run_calibration(calibrate, gpus))
@@ -78,7 +84,10 @@ def plan(
     given = with_schedule_values(ctx)
     from ..training.plan_run import PlanSettings, run_plan  # noqa: PLC0415
 
-    answer = run_plan(PlanSettings.of(given))
+    answer = run_plan(PlanSettings.of(given, named))
     typer.echo(answer.text)
+    if answer.problem:
+        typer.echo(f"slapo: {answer.problem}", err=True)
+        raise typer.Exit(2)
     if not answer.fits:
         raise typer.Exit(1)

@@ -5,25 +5,20 @@ Types that have no causal language model, as T5 has none, get their encoder-deco
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
-import transformers  # noqa: TID253
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig  # noqa: TID253
-from transformers.models.auto.modeling_auto import (  # noqa: TID253
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: TID253
 from transformers.utils import logging  # noqa: TID253
 
 from slapo_core import UnknownNameError
 
 from ..run_data.settings import VOCABULARY, Settings, SettingsError, is_folder
-from .model_folder import check_positions, folder_config
+from .model_folder import KNOWN, check_positions, error_clause, folder_config, unknown_type
 
 ALIASES = {
     "layers": (
@@ -41,12 +36,6 @@ ALIASES = {
 }
 """Flag to the attribute names configs use for it; a config's own ``attribute_map`` is followed as well."""
 
-KNOWN = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-"""Model type to the class with a language-model head."""
-
-EXAMPLES = ("gpt2", "llama", "qwen3")
-"""Types to suggest if the given one resembles no known type."""
-
 INNER = (
     "intermediate_size",
     "n_inner",
@@ -61,7 +50,7 @@ INNER = (
 
 
 def build_model(settings: Settings) -> nn.Module:
-    """The unmodified model in train mode; on the current default device, with random weights from the current seed.
+    """The unmodified model in fp32 and train mode; on the current default device, with random weights from the current seed.
 
     Raises:
         UnknownNameError: no such model type.
@@ -69,10 +58,10 @@ def build_model(settings: Settings) -> nn.Module:
     """
     config = build_config(settings)
     try:
-        model: nn.Module = auto_class(config).from_config(config)
+        model: nn.Module = auto_class(config).from_config(config, dtype=torch.float32)
     except Exception as err:
         raise SettingsError(
-            f"--model {settings.model}: transformers cannot build it with these sizes: {_reason(err)}; try other sizes"
+            f"--model {settings.model}: transformers cannot build it with these sizes: {error_clause(err)}; try other sizes"
         ) from err
     return model.train()
 
@@ -87,11 +76,7 @@ def build_config(settings: Settings) -> PretrainedConfig:
     if is_folder(settings.model):
         return _config_of_folder(settings)
     if settings.model not in KNOWN:
-        near = get_close_matches(settings.model, KNOWN, n=3) or EXAMPLES
-        raise UnknownNameError(
-            f"--model {settings.model}: transformers {transformers.__version__} has no language model of this type; "
-            f"try {', '.join(near)} or another of its {len(KNOWN)}"
-        )
+        raise UnknownNameError(f"--model {settings.model}: {unknown_type(settings.model)}")
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,18 +86,15 @@ def build_config(settings: Settings) -> PretrainedConfig:
         return type(config)(**{**changes, "use_cache": False})
     except Exception as err:
         raise SettingsError(
-            f"--model {settings.model}: its config refuses these sizes: {_reason(err)}; try other sizes"
+            f"--model {settings.model}: its config refuses these sizes: {error_clause(err)}; try other sizes"
         ) from err
 
 
 def _config_of_folder(settings: Settings) -> PretrainedConfig:
     config = folder_config(settings.model)
     check_positions(config, settings)
-    if config.model_type not in KNOWN:
-        raise SettingsError(
-            f"--model {settings.model}: transformers {transformers.__version__} has no language model of type "
-            f"{config.model_type!r}; use a folder of {', '.join(EXAMPLES)} or another language model"
-        )
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     for name, value in {**_dropouts(config, settings), "use_cache": False}.items():
         setattr(config, name, value)
     return config
@@ -178,10 +160,3 @@ def _accepted_names(config: PretrainedConfig, names: Iterable[str]) -> list[str]
     own = config.to_dict()
     mapped = config.attribute_map
     return list(dict.fromkeys(mapped.get(name, name) for name in names if mapped.get(name, name) in own))
-
-
-def _reason(err: Exception) -> str:
-    """Return an error's message as a clause, without headings of validators and names of error classes."""
-    said = [line.strip() for line in str(err).splitlines() if line.strip() and not line.rstrip().endswith(":")]
-    text = re.sub(r"^\w+(Error|Exception): ", "", said[0]) if said else type(err).__name__
-    return re.sub(r"\.\s+(?=[A-Z])", "; ", text).rstrip(".")

@@ -14,8 +14,10 @@ from torch import nn
 from slapo_core import ScheduleError, SlapoError, init_empty_weights
 from slapo_plan import Estimate, Hardware, Plan, calibrate, plan
 from slapo_report import format_bytes, format_count, plan_page
+from slapo_tune import check_outputs
 
 from ..run_data.settings import SettingsError, is_folder
+from .model_folder import folder_config, most_positions
 from .models import build_model
 from .plan_limits import Probe, least_devices, longest_sequence, most_rows
 from .plan_settings import PlanSettings as PlanSettings
@@ -31,10 +33,12 @@ class Answer(NamedTuple):
     Args:
         fits: True if a layout fits.
         text: Table or data to print.
+        problem: Sentence on a file that could not be written, or ``""``.
     """
 
     fits: bool
     text: str
+    problem: str = ""
 
 
 def run_calibration(path: str, ranks: int = 0) -> str:
@@ -49,6 +53,7 @@ def run_calibration(path: str, ranks: int = 0) -> str:
     """
     if not path.endswith(".toml"):
         raise SettingsError(f"--calibrate {path}: give a path that ends in .toml")
+    _check_file("--calibrate", path)
     devices = torch.cuda.device_count() or os.cpu_count() or 1
     largest = ranks or min(4, devices)
     counts = sorted({1, largest, *(number for number in (2, 4, 8) if number < largest)})
@@ -62,14 +67,21 @@ def run_plan(settings: PlanSettings) -> Answer:
     Raises:
         SlapoError: unknown hardware, a model that does not run on fake tensors, or a file that cannot be written.
     """
+    check_outputs(settings.save, settings.report)
     hardware = Hardware.load(settings.hardware)
     settings, found, words = _answer(settings, hardware)
-    notes = _write(settings, found) if found.candidates else []
+    notes: list[str] = []
+    problem = ""
+    try:
+        notes += _write(settings, found) if found.candidates else []
+    except SlapoError as err:  # the plan took long: print it all the same
+        problem = str(err)
     if settings.as_json:
         data = {**found.to_dict(), "gpus": settings.gpus, "global_batch": settings.global_batch, "seq": settings.model.seq}
-        return Answer(bool(found.candidates), json.dumps({**data, **({"answer": words} if words else {})}, indent=2))
+        text = json.dumps({**data, **({"answer": words} if words else {})}, indent=2)
+        return Answer(bool(found.candidates), text, problem)
     if not found.candidates:
-        return Answer(False, f"no layout fits: {_nearest_layout(found)}")
+        return Answer(False, f"no layout fits{_reach(settings)}: {found.shortage}")
     lines = [words] if words else []
     lines += [
         plan_table(found, settings.top, settings.model.seq),
@@ -77,7 +89,19 @@ def run_plan(settings: PlanSettings) -> Answer:
         *reasons(found.rejected),
         *notes,
     ]
-    return Answer(True, "\n".join(lines))
+    return Answer(True, "\n".join(lines), problem)
+
+
+def _reach(settings: PlanSettings) -> str:
+    """Return how far a question of size was asked, in a clause."""
+    devices = format_count(settings.gpus, "device")
+    return {"fit": f" on up to {devices}", "max_seq": f", not even with --seq {settings.model.seq}"}.get(settings.question, "")
+
+
+def _check_file(flag: str, path: str) -> None:
+    """Refuse a file that cannot be written, before the work that it is to hold."""
+    if Path(path).is_dir() or not os.access(Path(os.path.realpath(path)).parent, os.W_OK):
+        raise SettingsError(f"{flag} {path}: its folder is not there, or cannot be written to; choose another file")
 
 
 def _answer(settings: PlanSettings, hardware: Hardware) -> tuple[PlanSettings, Plan, str]:
@@ -92,7 +116,7 @@ def _answer(settings: PlanSettings, hardware: Hardware) -> tuple[PlanSettings, P
         least = _parameter_bytes(settings) * 3 // hardware.usable_bytes
         found, words = least_devices(settings, probe, least)
     elif settings.question == "max_seq":
-        found, words = longest_sequence(settings, probe)
+        found, words = longest_sequence(settings, probe, _positions(settings))
     elif settings.question == "max_batch":
         found, words = most_rows(settings, probe)
     else:
@@ -135,15 +159,12 @@ def _meta_model(settings: PlanSettings) -> nn.Module:
         return build_model(settings.model)
 
 
+def _positions(settings: PlanSettings) -> int | None:
+    return most_positions(folder_config(settings.model.model)) if is_folder(settings.model.model) else None
+
+
 def _parameter_bytes(settings: PlanSettings) -> int:
     return sum(each.numel() * 4 for each in _meta_model(settings).parameters())
-
-
-def _nearest_layout(found: Plan) -> str:
-    """Return why the layout that came nearest does not fit."""
-    if short := [each for each in found.rejected if each.missing]:
-        return f"the nearest is {min(short, key=lambda each: each.missing)}"
-    return str(found.rejected[0]) if found.rejected else "the constraints leave none; leave one out"
 
 
 def _write(settings: PlanSettings, found: Plan) -> list[str]:

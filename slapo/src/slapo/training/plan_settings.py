@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from slapo_report import format_count
@@ -14,6 +14,9 @@ MOST_RANKS = 16384
 _CONSTRAINTS = ("tp", "pp", "dp", "rows", "data_parallel", "sequence_parallel", "pipeline_schedule", "parallel_loss", "kernels")
 _UNCHANGED = ("hardware", "target", "precision", "top", "check", "save", "report", "as_json")
 """Flags that are settings as they are."""
+
+_ANSWERS = {"max_seq": ("seq",), "max_batch": ("rows", "global_batch")}
+"""Flags that a question of size chooses."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,12 @@ class PlanSettings:
     as_json: bool
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> PlanSettings:
+    def of(cls, given: Mapping[str, Any], named: Collection[str] = ()) -> PlanSettings:
         """Return the settings of the command's flags.
+
+        Args:
+            given: Values of all flags.
+            named: Flags that the user gave.
 
         Raises:
             SettingsError: a flag cannot work, or flags contradict each other; says which, and the nearest that works.
@@ -62,6 +69,9 @@ class PlanSettings:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
             raise SettingsError(f"{flags}: one question at a time; give one of them")
         question = asked[0] if asked else "layouts"
+        if answered := [name for name in _ANSWERS.get(question, ()) if name in named]:
+            flag, other = (f"--{name.replace('_', '-')}" for name in (answered[0], question))
+            raise SettingsError(f"{flag} {given[answered[0]]}: {other} chooses it; leave one of them out")
         for name in ("gpus", "global_batch", *_CONSTRAINTS[:4], "top", "check"):
             least = 0 if name in ("gpus", "global_batch", "check") else 1
             if given[name] is not None and given[name] < least:
@@ -84,8 +94,6 @@ class PlanSettings:
         )
         if question == "fit":
             return settings
-        if question == "max_batch":
-            return replace(settings, constraints={key: value for key, value in settings.constraints.items() if key != "rows"})
         check_constraints(settings)
         return settings
 
@@ -112,6 +120,9 @@ def check_constraints(settings: PlanSettings) -> None:
     replicas = sorted({dp for _, _, dp in _degrees(gpus, given)})
     if given.get("data_parallel") == "fsdp" and replicas == [1]:
         raise SettingsError(f"--data-parallel fsdp: {words or devices} leaves one replica; use more devices, or leave it out")
+    if given.get("pipeline_schedule") and {pp for _, pp, _ in _degrees(gpus, given)} == {1}:
+        what = f"--pipeline-schedule {given['pipeline_schedule']}: {words or devices} leaves one pipeline rank"
+        raise SettingsError(f"{what}; use --pp 2 or more, or leave it out")
     if given.get("sequence_parallel") and {tp for tp, _, _ in _degrees(gpus, given)} == {1}:
         raise SettingsError("--sequence-parallel: there is nothing to split among one tensor-parallel rank; use --tp 2 or more")
     _check_batch(settings, replicas)

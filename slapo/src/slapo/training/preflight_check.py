@@ -12,6 +12,7 @@ from slapo_core import build_program, default_registry, init_empty_weights, set_
 
 from ..run_data.settings import Settings, engine_options
 from .corpus import read_corpus
+from .model_folder import folder_weights
 from .models import build_model
 from .reference import make_optimizer
 from .run_schedule import schedule_model
@@ -36,6 +37,7 @@ def check_run(settings: Settings, trains: bool = True, reads: bool = True) -> No
     dialect = default_registry().get("dialect", settings.target)
     if trains and reads:
         read_corpus(settings)
+        folder_weights(settings)
     with init_empty_weights():
         model = build_model(settings)
     # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there

@@ -17,7 +17,7 @@ def with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
         SlapoError: no tensor has rows.
     """
     sizes = [value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
-    if not sizes:
+    if not sizes or not sizes[0]:
         raise SlapoError("plan: the batch has no tensor with rows; give the arguments of the forward by name")
 
     def repeat(value: Any) -> Any:

@@ -77,10 +77,6 @@ class Layout(NamedTuple):
         return " ".join([*words, f"micro-batches={self.microbatches}x{self.rows}"])
 
 
-CONSTRAINTS = Layout._fields
-"""Names of constraints, each with a value or a list of values."""
-
-
 class Rejection(NamedTuple):
     """Layouts that cannot run.
 
@@ -110,16 +106,8 @@ def _words_of_flags(settings: Mapping[str, Any]) -> list[str]:
     return [name.replace("_", " ") for name, value in settings.items() if value is True]
 
 
-def check_constraints(constraints: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed values by name.
-
-    Raises:
-        UnknownNameError: no such constraint.
-    """
-    for name in constraints:
-        if name not in CONSTRAINTS:
-            raise UnknownNameError.of("constraint", name, CONSTRAINTS)
-    return {name: tuple(value) if isinstance(value, (list, tuple, range)) else (value,) for name, value in constraints.items()}
+class ContradictionError(SlapoError):
+    """Constraints that leave no layout of a number of ranks and a global batch."""
 
 
 class LayoutSpace:
@@ -136,7 +124,6 @@ class LayoutSpace:
 
     Raises:
         UnknownNameError: the target has no such pipeline schedule or way to run replicas.
-        SlapoError: the constraints leave no layout; says which one binds.
     """
 
     def __init__(
@@ -158,14 +145,25 @@ class LayoutSpace:
                 if value not in known:
                     raise UnknownNameError.of(name, value, known)
 
+    def without(self, name: str) -> LayoutSpace:
+        """Return the space without one of its constraints."""
+        others = {each: values for each, values in self.constraints.items() if each != name}
+        return LayoutSpace(
+            self.ranks, self.global_batch, self.blocks, self.devices_per_node, others, self.pipelines, self.replicas
+        )
+
     def degrees(self) -> list[int]:
-        """Return the degrees of tensor parallelism."""
+        """Return the degrees of tensor parallelism.
+
+        Raises:
+            ContradictionError: none divides the ranks.
+        """
         given = self.constraints.get("tp")
         found = [tp for tp in _divisors(self.ranks) if (tp in given if given else self.devices_per_node % tp == 0)]
         if not found:
             words = ", ".join(map(str, given or ()))
             nearest = ", ".join(map(str, _divisors(self.ranks)[:8]))
-            raise SlapoError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
+            raise ContradictionError(f"plan: tp={words} does not divide {self.ranks} ranks; these do: {nearest}")
         return found
 
     def layouts(self, tp: int) -> Iterator[Layout]:

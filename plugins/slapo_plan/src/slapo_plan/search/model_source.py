@@ -23,8 +23,9 @@ from ..measurement.fake_process_group import fake_ranks
 from ..measurement.held_messages import held_messages
 from .batch_rows import with_rows
 from .candidates import Candidate, candidate_of, replay
+from .constraints import contradiction
 from .engine_facts import EngineChoices
-from .layouts import Layout, LayoutSpace, ModelForm, Rejection
+from .layouts import ContradictionError, Layout, LayoutSpace, ModelForm, Rejection
 from .model_measurement import CHECKPOINTS, Measurement, TrimmedModel, measure_model
 from .model_record import ModelRecord, as_pipeline, with_policies_of
 from .part_seconds import PartSeconds
@@ -72,7 +73,11 @@ class ModelSource:
     def search(
         self, ranks: int, global_batch: int, constraints: Mapping[str, tuple[Any, ...]]
     ) -> tuple[list[Candidate], list[Rejection]]:
-        """Return the layouts that fit, fastest first, and those that do not."""
+        """Return the layouts that fit, fastest first, and those that do not.
+
+        Raises:
+            ContradictionError: the constraints leave no layout; says which of them could have another value.
+        """
         pipelines, replicas = self._engine.pipelines, self._engine.replicas
         devices, blocks = self.hardware.devices_per_node, len(self._trimmed_model.blocks)
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
@@ -86,6 +91,8 @@ class ModelSource:
                     candidates.append(found)
                 elif found not in space.rejected:
                     space.rejected.append(found)
+        if not candidates and not space.rejected:
+            raise ContradictionError(contradiction(space))
         candidates.sort(key=lambda each: each.step_seconds)
         best: list[Candidate] = []
         others: list[Candidate] = []

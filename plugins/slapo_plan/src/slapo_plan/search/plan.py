@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core import SlapoError
+from slapo_report import format_count
 
 from ..estimation.result import Estimate
 from ..hardware import Hardware
 from .candidates import Candidate
-from .layouts import Rejection, check_constraints
+from .constraints import CONSTRAINTS, check_constraints
+from .layouts import Rejection
 from .model_source import ModelSource
 
 
@@ -44,9 +49,16 @@ class Plan:
             SlapoError: none fits; says by how much the smallest misses.
         """
         if not self.candidates:
-            reasons = "; ".join(map(str, self.rejected[:3])) or "the constraints leave no layout"
-            raise SlapoError(f"plan: no layout fits {self.hardware.name}: {reasons}")
+            raise SlapoError(f"plan: no layout fits {self.hardware.name}: {self.shortage}")
         return self.candidates[0]
+
+    @property
+    def shortage(self) -> str:
+        """Sentence on the rejected layout that comes nearest: the one that misses fewest bytes, or the first one."""
+        short = [each for each in self.rejected if each.missing]
+        if not short:
+            return str(self.rejected[0]) if self.rejected else "the constraints leave no layout"
+        return f"the nearest is {min(short, key=lambda each: each.missing)}"
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.candidates)
@@ -62,11 +74,19 @@ class Plan:
         return [each for each in found if all(each.settings.get(name, values[0]) in values for name, values in wanted.items())]
 
     def mesh(self, candidate: Candidate | None = None) -> Any:
-        """Return the device mesh of a candidate, by default the best, on the ranks of this job. Collective."""
+        """Return the device mesh of a candidate, by default the best, on the ranks of this job. Collective.
+
+        Raises:
+            SlapoError: no layout fits, or the job has another number of ranks.
+        """
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  costs half a second
 
         layout = (candidate or self.best).layout
         sizes = (layout.pp, layout.dp, layout.tp)
+        wanted, found = math.prod(sizes), _world_size()
+        if wanted != found:
+            words = f"{format_count(wanted, 'rank')}, and this job has {found}"
+            raise SlapoError(f"plan: the mesh of {layout} has {words}; start {wanted}, e.g. by torchrun")
         return init_device_mesh(self.hardware.device_type, sizes, mesh_dim_names=("pp", "dp", "tp"))
 
     def estimate(self, candidate: Candidate | None = None) -> Estimate:
@@ -162,16 +182,37 @@ def plan(
 
     Raises:
         UnknownNameError: no such hardware, target or constraint.
-        SlapoError: a number is none, constraints contradict each other, or the model does not run on fake tensors.
+        ContradictionError: the constraints leave no layout; says which of them could have another value.
+        SlapoError: an argument is of a wrong kind, or the model does not run on fake tensors.
     """
-    for name, number in (("ranks", ranks), ("global_batch", global_batch)):
-        if type(number) is not int or number < 1:
-            raise SlapoError(f"plan: {name} is {number!r}; give a whole number from 1 on")
+    for name, number, least in (("ranks", ranks, 1), ("global_batch", global_batch, 1), ("check", check, 0)):
+        if type(number) is not int or number < least:
+            raise SlapoError(f"plan: {name} is {number!r}; give a whole number from {least} on")
+    _check_subject(model, batch, hardware)
+    if misplaced := [name for name in options if name in CONSTRAINTS]:
+        name = misplaced[0]
+        raise SlapoError(f"plan: {name} is chosen by the plan; give constraints={{{name!r}: {options[name]!r}}} for this value")
     cluster = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     source = ModelSource(model, batch, target, options, cluster.for_job(ranks))
     candidates, rejected = source.search(ranks, global_batch, check_constraints(constraints or {}))
     candidates, others = source.check_best(candidates, check)
     return Plan(candidates, [*others, *rejected], source.hardware, [*dict.fromkeys(source.notes)], _source=source)
+
+
+def _check_subject(model: Any, batch: Any, hardware: Any) -> None:
+    """Refuse arguments of other kinds than the search takes."""
+    if not isinstance(model, nn.Module):
+        kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise SlapoError(f"plan: the model is {kind}; give an nn.Module without steps; slapo.estimate takes a schedule")
+    if not isinstance(batch, Mapping):
+        raise SlapoError(f"plan: the batch is a {type(batch).__name__}; give the arguments of the forward by name, in a dict")
+    if not isinstance(hardware, (str, PathLike, Hardware)):
+        raise SlapoError(f"plan: hardware is a {type(hardware).__name__}; give a name, the path of a file, or a Hardware")
+
+
+def _world_size() -> int:
+    """Return the number of ranks of this job, before or after it has a process group."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _advantage(best: Candidate, other: Candidate) -> str:

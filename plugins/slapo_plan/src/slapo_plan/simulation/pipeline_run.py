@@ -46,7 +46,7 @@ class PipelineRun:
     @property
     def bubble(self) -> float:
         """Share of all ranks' time without computation."""
-        return 1 - self.busy / (len(self.order) * self.seconds) if self.seconds else 0.0
+        return max(0.0, 1 - self.busy / (len(self.order) * self.seconds)) if self.seconds else 0.0  # it may round to -0.0
 
     def timeline(self, dp: int = 0, tp: int = 0) -> list[dict[str, Any]]:
         """Return all actions and messages in the format of ``engine.timeline``.

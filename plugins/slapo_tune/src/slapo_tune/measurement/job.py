@@ -196,6 +196,7 @@ class TrialJob:
 
         Raises:
             TuneError: a part cannot be pickled, such as a function that no module holds.
+            OSError: the file cannot be written.
         """
         main = {name: value for name, value in spawn.get_preparation_data("trial").items() if name in _MAIN_KEYS}
         try:
@@ -204,10 +205,10 @@ class TrialJob:
         except OSError:
             raise
         except Exception as err:
-            raise TuneError(
-                f"tune: a trial's processes cannot be given {_unpicklable_part(self)}: {err}; define functions and classes at "
-                "the top level of a module, or give the path of a schedule file"
-            ) from err
+            if part := _unpicklable_part(self):
+                advice = "define functions and classes at the top level of a module, or give the path of a schedule file"
+                raise TuneError(f"tune: a trial's processes cannot be given {part}: {err}; {advice}") from err
+            raise OSError(f"the model and the batch do not fit there, {err}") from err  # torch.save says it so
 
     @staticmethod
     def load(path: Path) -> TrialJob:
@@ -225,9 +226,10 @@ def _rows(batch: Any) -> int:
 
 
 def _unpicklable_part(job: TrialJob) -> str:
-    for name in ("schedule", "space", "model", "batch", "optimizer", "loss_fn", "options"):
+    """Return the name of a part that cannot be pickled, or ``""``."""
+    for name in ("schedule", "space", "model", "batch", "optimizer", "loss_fn", "options", "run_options"):
         try:
             pickle.dumps(getattr(job, name))
         except Exception:
             return name
-    return "this job"
+    return ""

@@ -27,8 +27,9 @@ from ..search_space.symbol import TuneError
 from ..study.trial_result import TrialResult
 from ..trial.process import Interruption, TrialOutput, run_trial
 from ..trial.reports import Prune, ReportReader
+from ..trial.temporary_files import temporary_file_errors
 from ..trial.throughput import printed_result
-from .subject import last_line, output_problem, own_error, trial_result
+from .subject import UnfinishedVerificationError, last_line, output_problem, own_error, trial_result
 
 _COMMON_OPTIONS = ("microbatches", "precision", "clip")
 """Options of every target; the hook ``slapo_before_build`` sees only the others, as in ``slapo.build``."""
@@ -51,10 +52,12 @@ class ScheduleSubject:
         if dist.is_initialized():
             raise TuneError("tune: a process group is initialised here; call it from one process, it starts the ranks itself")
         self._job, self._space, self._timeout = job, space, timeout
-        self._folder = tempfile.TemporaryDirectory(prefix="slapo-tune-")
+        with temporary_file_errors():
+            self._folder = tempfile.TemporaryDirectory(prefix="slapo-tune-")
         self._file = Path(self._folder.name, "job.pt")
         try:
-            job.save(self._file)
+            with temporary_file_errors():
+                job.save(self._file)
             self.name = f"{name}, {job.title}" if name and job.title else name or _study_name(job)
         except BaseException:
             self.close()
@@ -127,7 +130,11 @@ class ScheduleSubject:
         return trial_result(number, values, output, found, self._timeout, "the trial", reports)
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
-        """Compare a training step with the unmodified model's; return what is wrong, or ``""``; None if interrupted."""
+        """Compare a training step with the unmodified model's; return what is wrong, or ``""``; None if interrupted.
+
+        Raises:
+            UnfinishedVerificationError: its processes ended without a verdict, such as out of memory.
+        """
         output = self._run(values, {"mode": "verify"}, self._timeout, interruption)
         if output is None:
             return None
@@ -135,7 +142,7 @@ class ScheduleSubject:
         if output.exit_code == 0 and found is not None:
             return "" if found["verified"] else f"not the same as the unmodified model: {found['report']}"
         problem = output_problem(output, self._timeout, "the verification") or "the verification printed no verdict"
-        return f"not verified: {own_error(output) or problem}"
+        raise UnfinishedVerificationError(own_error(output) or problem)
 
     def _run(
         self,

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..schedule_space.schedule_file import SpaceFunction
 from ..schedule_space.schedule_space import ScheduleSpace
+from ..search_space.symbol import TuneError
 from ..study.trial_result import FAILED, MEASURED, PRUNED, TrialResult
 from ..trial.process import Interruption, TrialOutput, signal_name
 from ..trial.reports import Prune, ReportReader, interval_of
+from ..trial.temporary_files import full_disk, is_full, temporary_folder
 from ..trial.throughput import error_tail, invalid_throughput
-
-OUTPUT_LEAST_BYTES = 2**16
-"""Bytes of a disk on which the output of a trial may be lost."""
 
 SILENT_END = "was ended by exit code"
 """End of the error of a rank that left no words, in front of the code."""
+
+
+class UnfinishedVerificationError(TuneError):
+    """A verification that ended without a verdict, e.g. for want of time or memory: the configuration may be right."""
 
 
 class Subject(Protocol):
@@ -44,7 +45,11 @@ class Subject(Protocol):
         """Run a trial, and stop it where ``prune`` says so; None after an interruption."""
 
     def verify(self, values: Mapping[str, Any], interruption: Interruption) -> str | None:
-        """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked."""
+        """Return the sentence about what is wrong, ``""`` if the configuration is right, None if it cannot be asked.
+
+        Raises:
+            UnfinishedVerificationError: there is no verdict; says why.
+        """
 
 
 def output_problem(output: TrialOutput, time_limit: float | None, what: str) -> str:
@@ -76,6 +81,9 @@ def trial_result(
         time_limit: Seconds that it had.
         what: What ran, for sentences.
         reports: Its reports; the one that stopped it is its result.
+
+    Raises:
+        TuneError: the trial failed, and the disk of temporary files is full.
     """
     pruned = reports.last is not None
     if reports.last is not None:
@@ -87,9 +95,11 @@ def trial_result(
         problem = f"{what} printed what cannot be compared: {reason}"
     limit = time_limit if output.timed_out else None
     if problem:
+        if is_full(temporary_folder()):  # not the fault of this configuration
+            raise full_disk()
         own = own_error(output)
         words = error_tail(output.text)
-        said = own or f"{problem}; " + (f"the end of its output: {words}" if words else _silence())
+        said = own or f"{problem}; " + (f"the end of its output: {words}" if words else "it printed nothing")
         return TrialResult(number, values, FAILED, message=said, wall_seconds=round(output.seconds, 3), time_limit=limit)
     assert found is not None
     taken = {"throughput", "interval", "seconds", "step", "steps", "samples_per_second"}
@@ -105,13 +115,6 @@ def trial_result(
         wall_seconds=round(output.seconds, 3),
         output={name: value for name, value in found.items() if name not in taken},
     )
-
-
-def _silence() -> str:
-    """Return the sentence about a trial that printed nothing; its output goes to a temporary file."""
-    folder = tempfile.gettempdir()
-    full = shutil.disk_usage(folder).free < OUTPUT_LEAST_BYTES
-    return f"it printed nothing, and the disk of {folder} is full; make room, or set TMPDIR" if full else "it printed nothing"
 
 
 def printed_error(text: str) -> str:

@@ -24,6 +24,7 @@ from slapo_core import get_logger
 from ..search_space.symbol import TuneError
 from . import process_cleanup
 from .reports import ReportReader
+from .temporary_files import temporary_file_errors
 
 TERMINATION_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
@@ -184,7 +185,7 @@ def run_trial(
     """
     mark = uuid.uuid4().hex
     environment = {**trial_environment(values, mark), **(extra_variables or {})}
-    with interruption.defer_signals(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _run_watcher(mark):
+    with interruption.defer_signals(), _output_file() as out, _output_file() as err, _run_watcher(mark):
         start = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -198,6 +199,11 @@ def run_trial(
             return None
         pruned = reports is not None and bool(reports.sentence)
         return TrialOutput(_text(out), _text(err), seconds, exit_code, timed_out=exit_code is None and not pruned)
+
+
+def _output_file() -> IO[bytes]:
+    with temporary_file_errors():
+        return tempfile.TemporaryFile()
 
 
 def _wait(
