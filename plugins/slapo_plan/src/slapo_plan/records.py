@@ -22,7 +22,7 @@ class OperatorRecord(NamedTuple):
         shape: Sizes that decide its speed: ``(batch, m, n, k)`` for ``"matmul"``,
             ``(batch, heads, queries, keys, width)`` for ``"attention"``; otherwise empty.
         hooked: True if hooks see the tensors that it saves, as under a checkpoint.
-        gradients: Number of its factors that need a gradient, 2 at most; the backward computes one product for each.
+        recomputed: True if it runs a second time, in a backward, what the forward has run.
     """
 
     name: str
@@ -32,12 +32,14 @@ class OperatorRecord(NamedTuple):
     nbytes: int
     shape: tuple[int, ...] = ()
     hooked: bool = False
-    gradients: int = 0
+    recomputed: bool = False
 
     @property
-    def trained_flops(self) -> int:
-        """Floating-point operations of this call and of its backward."""
-        return self.flops * (1 + self.gradients)
+    def model_flops(self) -> int:
+        """Floating-point operations of the model itself: none of a recomputation, nor of scores of an attention's backward."""
+        if self.recomputed:
+            return 0
+        return self.flops * 4 // 5 if self.kind == "attention" and "backward" in self.name else self.flops
 
 
 Work = OperatorRecord | CollectiveRecord

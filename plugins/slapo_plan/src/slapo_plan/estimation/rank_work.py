@@ -39,15 +39,15 @@ def first_pass_collectives(records: Mapping[int, StageRecord], order: Sequence[P
 
 
 def model_flops(program: Program, records: Sequence[StageRecord], order: Mapping[int, Sequence[PipelineAction]]) -> int:
-    """Return the operations of a step without recomputation, over all ranks: of forwards, and of the backwards of these."""
-    forwards = Counter(index for row in order.values() for kind, index, _ in row if kind == "F")
-    once = sum(count * trained_flops(records[index].forward) for index, count in forwards.items())
+    """Return the operations of a step without recomputation, over all ranks."""
+    passes = (each for row in order.values() for each in _passes(dict(enumerate(records)), row))
+    once = sum(count * model_flops_of(work) for work, count in passes)
     return once * program.axis_size("dp") * program.axis_size("tp")
 
 
-def trained_flops(forward: PassRecord) -> int:
-    """Return the operations of a forward and of its backward without recomputation."""
-    return sum(each.trained_flops for each in forward.work if isinstance(each, OperatorRecord))
+def model_flops_of(work: Iterable[Work]) -> int:
+    """Return the operations of some work without recomputation."""
+    return sum(each.model_flops for each in work if isinstance(each, OperatorRecord))
 
 
 def main_dtype(passes: Iterable[PassRecord]) -> torch.dtype:

@@ -20,6 +20,11 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return the identity of a storage while it lives."""
     return int(storage._cdata)

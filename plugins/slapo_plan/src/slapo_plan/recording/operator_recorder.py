@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..records import OperatorRecord, Work
-from ._torch_private import saved_tensors_are_hooked
+from ._torch_private import in_backward, saved_tensors_are_hooked
 from .collective_calls import collective_record
 from .operator_costs import operator_record
 
@@ -55,15 +55,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known not in self._known:
             self._known[known] = operator_record(func, args, kwargs, output)
         if (record := self._known[known]) is not None:
-            if record.flops and (number := _num_gradients(args)):
-                record = record._replace(gradients=number)
-            self.records.append(record._replace(hooked=True) if saved_tensors_are_hooked() else record)
+            hooked = saved_tensors_are_hooked()
+            if in_backward() and (hooked or torch.is_grad_enabled()):  # a forward inside of a backward
+                record = record._replace(recomputed=True)
+            self.records.append(record._replace(hooked=True) if hooked else record)
         return output
-
-
-def _num_gradients(args: tuple[Any, ...]) -> int:
-    """Return the number of factors that need a gradient; a vector is a bias."""
-    return min(2, sum(isinstance(each, torch.Tensor) and each.requires_grad and each.dim() > 1 for each in args))
 
 
 def _add_parts(key: list[Any], values: Iterable[Any], seen: list[torch.Tensor]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..estimation.rank_work import main_dtype, trained_flops
+from ..estimation.rank_work import main_dtype, model_flops_of
 from ..estimation.step_time import pass_seconds
 from ..hardware import Hardware, collective_seconds
 from ..recording.segments import PassRecord
 from ..records import CollectiveRecord
-from .model_record import ModelRecord
+from .model_record import ModelRecord, Part
 
 
 class PartSeconds:
@@ -40,7 +40,7 @@ class PartSeconds:
         """Return the operations of a forward of the whole model and of its backward, on one rank of each stage."""
         if id(record) not in self._flops:
             parts = [record.first.entry, *record.blocks["none"], record.last.exit]
-            known = {id(each): trained_flops(each.forward) for each in dict.fromkeys(parts)}
+            known = {id(each): _flops_of_passes(each) for each in dict.fromkeys(parts)}
             self._flops[id(record)] = record, sum(known[id(each)] for each in parts)
         return self._flops[id(record)][1]
 
@@ -51,3 +51,7 @@ class PartSeconds:
             dtype = main_dtype(each.forward for each in parts)
             self._peaks[id(record)] = record, self.hardware.peak_flops(dtype)
         return self._peaks[id(record)][1]
+
+
+def _flops_of_passes(part: Part) -> int:
+    return model_flops_of((*part.forward.work, *part.next_backward.work))
