@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from slapo_core import Schedule, ScheduleError, TraceError, create_schedule, get
 from slapo_plan import fake_ranks
 from slapo_sharding.planning.execution.repeated_blocks import repeated_blocks, without_repeated
 from slapo_tracing.nodes import plain_attributes
+from slapo_verify import Report, run_as_threads, verify
 from tests.slapo_sharding.logged_warnings import warnings_told
 from tests.slapo_sharding.split_families import FAST, family
+from tests.slapo_torch.layouts import mesh_of
 
 MESSAGE = "the plan is derived for all blocks"
 
@@ -146,6 +149,76 @@ class Counting(Net):
 
 
 BATCH = {"x": torch.ones(2, 4, 8)}
+
+
+class Scaled(Block):
+    """Block whose scale of the whole width meets sharded values, so that it runs from a graph."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)) * self.scale)
+
+
+class Crossing(Block):
+    """Block that reads a value which all blocks share, as the decoder of a translation does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.key = nn.Linear(8, width)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)) * self.key(memory))
+
+
+class Decoder(Net):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.memory = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.memory(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+def crossing() -> nn.Module:
+    return Decoder([Crossing(16) for _ in range(6)])
+
+
+def scaled() -> nn.Module:
+    return Net([Scaled(16) for _ in range(6)])
+
+
+@pytest.mark.parametrize("make", [crossing, scaled])
+def test_blocks_that_share_a_reduction_or_run_from_graphs_repeat(make: Callable[[], nn.Module]) -> None:
+    found, expected = split(make(), BATCH), split(marked(make()), BATCH)
+    assert found.repeats
+    assert not expected.repeats
+    assert found[:5] == expected[:5]
+
+
+def test_one_reduction_serves_the_blocks_left_out() -> None:
+    found = split(crossing(), BATCH)
+    keys = [f"{index}.key" for index in range(6)]
+    assert f"sch['blocks'].sync('bwd_post', 'all_reduce', of={keys})" in found.steps
+
+
+@pytest.mark.parametrize("make", [crossing, scaled])
+def test_blocks_left_out_compute_the_same(make: Callable[[], nn.Module]) -> None:
+    def verified() -> Report:
+        torch.manual_seed(0)
+        reference = make()
+        sch = create_schedule(copy.deepcopy(reference), mesh=mesh_of(tp=2), example_inputs=BATCH)
+        sch.tensor_parallel()
+        return verify(reference, sch, level="step")
+
+    for report in run_as_threads(verified, 2):
+        assert report.ok, report
+        assert report.compared["gradients"]
 
 
 def runs_of(model: nn.Module) -> list[tuple[tuple[str, ...], dict[str, str]]]:

@@ -6,7 +6,7 @@ Each sync must get its value in the layout that it needs from the syncs before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
-from slapo_core import BuildError, ScheduleError
+from slapo_core import BuildError, Schedule, ScheduleError
 from slapo_tracing.nodes import Hidden
 
 from ..communication import collectives
@@ -227,6 +227,19 @@ def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:
     for hook in chain.from_iterable(table.values() for table in tables):
         if isinstance(hook, Sync) and mode in (None, hook.mode):
             yield hook
+
+
+def join_shared_reduction(schedule: Schedule, members: Sequence[str], more: Sequence[str]) -> None:
+    """Let more modules take part in the reduction of input gradients that others share; paths are below the schedule."""
+    modules = [schedule.mod.get_submodule(path) for path in members]
+    found = [sync for sync in syncs_of(modules[0], "bwd_post") if all(sync in syncs_of(each) for each in modules)]
+    sync, shared = found[-1], found[-1].shared
+    assert shared is not None
+    for path in more:
+        module = schedule.mod.get_submodule(path)
+        schedule.touch(module)
+        module.register_forward_pre_hook(sync, with_kwargs=True)
+    shared.members += len(more)
 
 
 def _is_floating(value: Any) -> bool:

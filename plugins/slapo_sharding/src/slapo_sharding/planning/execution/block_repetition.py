@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 from slapo_core import Schedule, ScheduleError, Step, TraceError, get_logger, parameter_facts, paths, savepoint
 from slapo_tracing.nodes import module_signature, plain_attributes
 
+from ...splitting.module_paths import ancestors
 from ...splitting.persistent_hooks import mark_gradients_verified, reduces_gradient
+from ...syncs.sync_hooks import join_shared_reduction
 from ..local_sizes.adapted_modules import is_inside
+from .copied_forwards import copied_forwards, runs_from_graph
 from .held_messages import messages_of_success
 from .repeated_blocks import RepeatedBlocks, repeated_blocks, without_repeated
 
@@ -42,31 +46,39 @@ def derive_once(schedule: Schedule, derive: Callable[..., Result]) -> Result:
         with messages_of_success(), savepoint(schedule):
             for module in schedule.mod.modules():
                 schedule.touch(module)
-            steps = schedule._root.children
-            begin = len(steps)
+            begin = len(schedule._root.children)
             with without_repeated(runs):
                 result = derive(is_part=True)
-            _repeat(schedule, steps[begin:], runs)
+            _repeat(schedule, begin, runs)
             return result
     except (ScheduleError, TraceError) as err:
         get_logger().debug("tensor_parallel(%r): the plan is derived for all blocks: %s", schedule.path, err)
     return derive()
 
 
-def _repeat(schedule: Schedule, steps: Sequence[Step], runs: Sequence[RepeatedBlocks]) -> None:
-    """Take the steps of some blocks in those that were left out."""
+def _repeat(schedule: Schedule, begin: int, runs: Sequence[RepeatedBlocks]) -> None:
+    """Take the steps of some blocks, which are those from ``begin`` on, in the blocks that were left out."""
+    steps = schedule._root.children[begin:]
     for run in runs:
         holder = paths.join(schedule.path, run.path)
         own = {name: [*_steps_in(steps, f"{holder}.{name}")] for name in (*run.models, *run.confirming)}
-        _check_steps(schedule, steps, holder)
+        _check_graphs(schedule, run)
         for name, model in run.confirming.items():
             if list(map(str, own[name])) != list(map(str, own[model])):
                 raise UnequalBlocksError(f"{name!r} and {model!r} have different steps", path=holder)
             _check_equal(run, name, model, holder)
         for name, model in run.left_out.items():
+            block = schedule[paths.join(run.path, name)]
+            forwards = copied_forwards(block.mod, run.holder.get_submodule(model), block.path)
             for step in own[model]:
-                handle = schedule[paths.join(paths.join(run.path, name), step.path)]
-                handle.apply(step.name, *step.args, **step.kwargs)
+                (block[step.path] if step.path else block).apply(step.name, *step.args, **step.kwargs)
+            for each in forwards:
+                each.install(block)
+    for index, step in enumerate(steps):
+        schedule._root.children[begin + index] = _with_left_out(schedule, step, runs)
+    for run in runs:
+        holder = paths.join(schedule.path, run.path)
+        for name, model in run.left_out.items():
             _copy_attributes(schedule, run, name, model)
             _check_equal(run, name, model, holder)
 
@@ -78,14 +90,34 @@ def _steps_in(steps: Iterable[Step], path: str) -> Iterator[Step]:
             yield Step(step.path.removeprefix(path).removeprefix("."), step.name, step.args, step.kwargs)
 
 
-def _check_steps(schedule: Schedule, steps: Sequence[Step], holder: str) -> None:
-    """Refuse steps around blocks that name modules inside of them."""
-    for step in steps:
+def _with_left_out(schedule: Schedule, step: Step, runs: Sequence[RepeatedBlocks]) -> Step:
+    """Return a step around blocks with the blocks that were left out: modules of all of them share a reduction.
+
+    Raises:
+        UnequalBlocksError: the step names modules of several blocks in another way.
+    """
+    for run in runs:
+        holder = paths.join(schedule.path, run.path)
         if is_inside(step.path, holder) and step.path != holder:
             continue
-        named = [paths.join(step.path, each) for each in _strings((step.args, tuple(step.kwargs.values())))]
-        if any(is_inside(each, holder) for each in named):
+        start = len(step.path) + 1 if step.path else 0
+        named = {name: _names_in(step, f"{holder}.{name}") for name in run.holder._modules}
+        if not any(named.values()):
+            continue
+        shares = (step.name, step.args) == ("sync", ("bwd_post", "all_reduce")) and step.kwargs.keys() == {"of"}
+        if not shares or any(named[name] != named[model] for name, model in run.confirming.items()):
             raise UnequalBlocksError(f"{step} concerns several blocks", path=schedule.path)
+        more = [f"{holder}.{name}{each}"[start:] for name, model in run.left_out.items() for each in named[model]]
+        of, top = [*step.kwargs["of"]], schedule.get_top_schedule()
+        join_shared_reduction(top[step.path] if step.path else top, of, more)
+        step = replace(step, kwargs={"of": of + more})
+    return step
+
+
+def _names_in(step: Step, block: str) -> list[str]:
+    """Return what a step names inside a block, as paths below it, each with a dot in front."""
+    named = (paths.join(step.path, each) for each in _strings((step.args, tuple(step.kwargs.values()))))
+    return [each.removeprefix(block) for each in named if is_inside(each, block)]
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -101,6 +133,12 @@ def _pairs(run: RepeatedBlocks, name: str, model: str) -> list[tuple[nn.Module, 
     assert block is not None
     assert other is not None
     return [*zip(block.modules(), other.modules(), strict=True)]
+
+
+def _check_graphs(schedule: Schedule, run: RepeatedBlocks) -> None:
+    """Refuse a graph of a module around the blocks, as it calls few of them."""
+    if any(runs_from_graph(schedule.mod.get_submodule(path)) for path in ancestors(run.path)):
+        raise UnequalBlocksError(f"a module around {run.path!r} runs from a graph", path=schedule.path)
 
 
 def _copy_attributes(schedule: Schedule, run: RepeatedBlocks, name: str, model: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from torch import fx
 
 from slapo_tracing.tracers import is_container
 
+from ...splitting.module_paths import ancestors
 from ..dry_run.layouts import Layouts
 from ..dry_run.node_values import has_gradient
 from ..sequence.module_boundaries import boundary
@@ -29,11 +30,12 @@ def adapted_modules(layouts: Layouts) -> dict[str, bool]:
         Paths, to whether the module must run from a graph because it cuts whole values or reduces their gradients.
     """
     found: dict[str, bool] = {}
+    divided = _divided_modules(layouts)
     for node in layouts.graph.nodes:
-        must = any(node in found for found in _adaptations(layouts))
+        must = any(node in adapted for adapted in _adaptations(layouts))
         must = must or any(other.op == "get_attr" and other in layouts.weights for other in node.all_input_nodes)
         if must or layouts.sizes_to_divide.get(node):
-            path = _enclosing_module(layouts, node.meta.get("module", ""))
+            path = _enclosing_module(layouts, node.meta.get("module", ""), divided)
             found[path] = found.get(path, False) or must
     outer = [path for path in found if not any(is_inside(path, other) for other in found if other != path)]
     return {path: any(must for other, must in found.items() if is_inside(other, path)) for path in outer}
@@ -56,7 +58,10 @@ def modules_that_cut_for(layouts: Layouts, path: str) -> set[str]:
     For the model itself, only modules that no inner module encloses are returned.
     """
     modules = {node.meta.get("module", "") for found in _adaptations(layouts) for node in found}
-    return {module for module in modules if (is_inside(module, path) if path else not _enclosing_module(layouts, module))}
+    if path:
+        return {module for module in modules if is_inside(module, path)}
+    divided = _divided_modules(layouts)
+    return {module for module in modules if not _enclosing_module(layouts, module, divided)}
 
 
 def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
@@ -106,28 +111,41 @@ def is_inside(path: str, other: str) -> bool:
     return not other or path == other or path.startswith(f"{other}.")
 
 
-def _enclosing_module(layouts: Layouts, path: str) -> str:
-    while path and (is_container(layouts.traced.get_submodule(path)) or any(True for _ in _sharded_at_boundary(layouts, path))):
+def _enclosing_module(layouts: Layouts, path: str, divided: Collection[str]) -> str:
+    while path and (path in divided or is_container(layouts.traced.get_submodule(path))):
         path = path.rpartition(".")[0]
     return path
 
 
-def _sharded_at_boundary(layouts: Layouts, path: str) -> Iterator[fx.Node]:
-    """Yield the sharded values that enter or leave a module.
+def _divided_modules(layouts: Layouts) -> set[str]:
+    """Return the paths of the modules that a sharded value enters or leaves.
 
     A layer inside may split its output along the sequence. That does not count unless the module has sizes of the sequence.
     """
+    sized = {path for each in layouts.sizes_to_divide if _is_split(layouts, each) for path in _modules_around(each)}
+    found = set[str]()
     for node in layouts.graph.nodes:
-        inside = _runs_inside(node, path)
+        inside = _modules_around(node)
         for other in node.all_input_nodes:
-            is_own = other.op == "get_attr" and is_inside(str(other.target).rpartition(".")[0], path)
-            if (is_own or _runs_inside(other, path)) != inside and other in layouts.sources:
-                is_result = not inside and layouts.sources[other] == {SEQUENCE}
-                sized = (
-                    SEQUENCE in layouts.sources.get(each, ()) and _runs_inside(each, path) for each in layouts.sizes_to_divide
-                )
-                if not is_result or any(sized):
-                    yield other
+            if other in layouts.sources:
+                origin = {*ancestors(str(other.target))} if other.op == "get_attr" else _modules_around(other)
+                left = origin - inside
+                found |= inside - origin
+                found |= left & sized if layouts.sources[other] == {SEQUENCE} else left
+    return found
+
+
+def _is_split(layouts: Layouts, node: fx.Node) -> bool:
+    return SEQUENCE in layouts.sources.get(node, ())
+
+
+def _modules_around(node: fx.Node) -> set[str]:
+    """Return the paths of the modules that a node runs inside."""
+    if not node.op.startswith("call"):
+        return set()
+    path = node.meta.get("module", "")
+    found = {path, *ancestors(path)}
+    return found - {str(node.args[1])} if node.target is boundary else found  # the sync is outside of the module
 
 
 def _runs_inside(node: fx.Node, path: str) -> bool:

@@ -68,6 +68,30 @@ class LocalForwardPlan(NamedTuple):
     reduced_per_use: frozenset[str]
 
 
+class _GraphRecord:
+    """Record of the graphs that a forward made. It has no ``__dict__``, as modules that have run equal those that have not.
+
+    Attributes:
+        results: Places of the sharded results, in the first graph.
+        summed_inputs: Names of the inputs whose gradients that graph reduces.
+        num_summed: Number of whole values whose gradients it reduces.
+        recent: Graph of the last call.
+    """
+
+    __slots__ = ("num_summed", "recent", "results", "summed_inputs")
+
+    def __init__(self) -> None:
+        self.results: set[int] | None = None
+        self.summed_inputs: set[str] = set()
+        self.num_summed = 0
+        self.recent: tuple[Any, Guard, Variant] | None = None
+
+    def without_recent(self) -> _GraphRecord:
+        copied = _GraphRecord()
+        copied.results, copied.summed_inputs, copied.num_summed = self.results, self.summed_inputs, self.num_summed
+        return copied
+
+
 class LocalForward(Hidden):
     """Forward of a module that runs graphs of the whole module with local sizes.
 
@@ -81,24 +105,27 @@ class LocalForward(Hidden):
 
     Attributes:
         partial: Names of whole parameters whose gradients are reduced elsewhere. None until that is known.
-        num_summed: Number of whole values whose gradients the first graph reduces.
     """
 
-    num_summed = 0
     partial: frozenset[str] | None = None
 
     def __init__(self, module: nn.Module, plan: LocalForwardPlan, shared: GraphCache | None = None) -> None:
         self._module, self._plan, self._whole = module, plan, meta_copy(module)
         for each in self._whole.modules():  # later hooks of the modules must not run in the copy
             each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOK_ATTRIBUTES if name in each.__dict__})
-        self._results: set[int] | None = None
-        self._summed_inputs: set[str] = set()
+        self._made = _GraphRecord()
         self._reset({} if shared is None else shared)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSplit]:
         """Split parameters below the module that its graphs use, by path."""
         return self._plan.parameters
+
+    def copy_for(self, module: nn.Module, path: str) -> LocalForward:
+        """Return the forward of an equal module at another path, with its layers still whole; both share their graphs."""
+        copied = LocalForward(module, self._plan._replace(path=path), self._shared)
+        copied.partial = self.partial
+        return copied
 
     def check_example(self, root: nn.Module, target: str, example_inputs: Any) -> int:
         """Run the dry run of the call of ``target`` in an example of ``root``, with all layers whole.
@@ -121,7 +148,7 @@ class LocalForward(Hidden):
             self._layouts(traced.graph, traced)
         except LayoutError as err:
             raise TraceError(str(err)) from err
-        return self.num_summed
+        return self._made.num_summed
 
     def install(self) -> None:
         """Replace the module's forward, with attributes as in the unmodified module: a shard step may have made some local."""
@@ -131,14 +158,13 @@ class LocalForward(Hidden):
     def _reset(self, shared: GraphCache) -> None:
         self.__signature__ = self._parameters = plain_signature(self._whole)
         self._shared, self._calls = shared, GraphCache()
-        self._recent: tuple[Any, Guard, Variant] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied._module, copied._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         copied._plan, copied.partial = self._plan, self.partial
-        copied._results, copied._summed_inputs, copied.num_summed = self._results, self._summed_inputs, self.num_summed
+        copied._made = self._made.without_recent()
         copied._reset({})
         return copied
 
@@ -169,13 +195,13 @@ class LocalForward(Hidden):
         return torch.compiler.disable(self._make)  # type: ignore[no-any-return, no-untyped-call]
 
     def _find(self, call: Call) -> tuple[Guard, Variant] | None:
-        recent, graded = self._recent, _gradient_key(call)
+        recent, graded = self._made.recent, _gradient_key(call)
         if recent is not None and recent[0] == graded and recent[1].problem(self._module, call) is None:
             return recent[1:]
         key = graded, call.key
         for found in self._calls.get(key, ()):
             if found[0].problem(self._module, call) is None:
-                self._recent = graded, *found
+                self._made.recent = graded, *found
                 return found
         return None
 
@@ -213,7 +239,7 @@ class LocalForward(Hidden):
         return self._cache_call(call, guard, variant)
 
     def _cache_call(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
-        self._recent = _gradient_key(call), guard, variant
+        self._made.recent = _gradient_key(call), guard, variant
         _cache_graph(self._calls, call, guard, variant)
         return guard, variant
 
@@ -292,9 +318,10 @@ class LocalForward(Hidden):
         parts = {place for place, each in enumerate(leaves(output.args[0][0])) if each in layouts.local_shapes}
         summed = [other for found in layouts.reduced_gradients.values() for other in found]
         given = {str(other.target) for other in summed if other.op == "placeholder"}
-        if self._results is None:
-            self._results, self._summed_inputs, self.num_summed = parts, given, len(summed)
-        if parts != self._results or not given <= self._summed_inputs:
+        made = self._made
+        if made.results is None:
+            made.results, made.summed_inputs, made.num_summed = parts, given, len(summed)
+        if parts != made.results or not given <= made.summed_inputs:
             raise TraceError("it returns shards of other results, or reduces other gradients, than in the example")
         if self.partial is not None and (missing := layouts.partial_parameters.keys() - self.partial):
             raise TraceError(f"the gradient of {min(missing)!r} is partial, and was whole in the example")
