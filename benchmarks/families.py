@@ -20,6 +20,7 @@ import transformers
 from slapo_core import Schedule, SlapoError, create_schedule
 from slapo_models import apply_schedule, get_schedule, published_sizes
 from slapo_plan import estimate, fake_ranks
+from tests.slapo_models.family_models import NanoGPT
 
 RANKS, ROWS, LENGTH, LAYERS = 4, 4, 2048, 4
 GIB = 2**30
@@ -46,9 +47,11 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
 TODAY = (
     *("deepseek-v3", "falcon-40b", "gemma-2-9b", "gemma-3-1b", "gpt-neox-20b", "gpt-oss-20b", "llama-3-8b", "llama-4-scout"),
     *("mistral-7b", "mixtral-8x7b", "phi-2", "phi-3-mini", "phi-3.5-moe", "qwen2-7b", "qwen2-57b-a14b", "qwen3-8b"),
-    *("qwen3-30b-a3b", "vit-large", "clip-vit-large", "whisper-large-v3"),
+    *("qwen3-30b-a3b", "vit-large", "clip-vit-large", "whisper-large-v3", "llava-1.5-7b"),
 )
-NAMES = (*CLASSIC, *TODAY)
+PLAIN = "nanogpt"
+"""A GPT of plain modules, with the sizes of GPT-2 medium."""
+NAMES = (*CLASSIC, *TODAY, PLAIN)
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 
 
@@ -65,6 +68,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def model_of(name: str) -> torch.nn.Module:
     """Return a model of a family with four layers, without weights."""
+    if name == PLAIN:
+        with torch.device("meta"):
+            return NanoGPT(vocabulary=50304, width=1024, heads=16, layers=LAYERS, length=LENGTH).train()
     if name in CLASSIC:
         kind, (head, sizes) = name, CLASSIC[name]
     else:
@@ -91,6 +97,8 @@ def _shallow(config: dict[str, Any]) -> dict[str, Any]:
 def batch_of(name: str) -> dict[str, Any]:
     """Return a batch of ``ROWS`` rows; images and sound have a length of their own."""
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    if name == PLAIN:
+        return {"idx": ids, "targets": ids}
     kind = name if name in CLASSIC else published_sizes()[name].model_type
     if kind == "whisper":
         ids = ids[:, :448]
@@ -100,6 +108,9 @@ def batch_of(name: str) -> dict[str, Any]:
         return {"pixel_values": images, "labels": torch.zeros(8 * ROWS, dtype=torch.long)}
     if kind == "clip":
         return {"input_ids": torch.zeros(8 * ROWS, 77, dtype=torch.long), "pixel_values": images, "return_loss": True}
+    if kind == "llava":
+        ids[:, 5 : 5 + 576] = published_sizes()[name].config["image_token_index"]
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(ROWS, 3, 336, 336)}
     return {"input_ids": ids, "labels": ids}
 
 

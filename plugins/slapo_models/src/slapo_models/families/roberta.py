@@ -1,4 +1,4 @@
-"""RoBERTa."""
+"""RoBERTa. The steps are those of ``"auto"``; the file stays because the key refuses models of other families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5."""
+"""T5. The steps are those of ``"auto"``; the file stays because the key refuses models of other families."""
 
 from __future__ import annotations
 
