@@ -111,6 +111,8 @@ def batch_of(name: str) -> dict[str, Any]:
     if kind == "llava":
         ids[:, 5 : 5 + 576] = published_sizes()[name].config["image_token_index"]
         return {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(ROWS, 3, 336, 336)}
+    if kind == "t5":  # a plan is derived without labels, from which the model would make these
+        return {"input_ids": ids, "decoder_input_ids": ids, "labels": ids}
     return {"input_ids": ids, "labels": ids}
 
 
