@@ -55,7 +55,7 @@ def least_devices(settings: PlanSettings, probe: Probe, least: int) -> tuple[Pla
         )
     largest: PlanSettings | None = None
     refusal: SlapoError | None = None
-    for number in _doubled(first, settings.gpus):
+    for number in _doublings(first, settings.gpus):
         trial = replace(settings, gpus=number, global_batch=settings.global_batch or number)
         try:
             check_constraints(trial)
@@ -70,7 +70,7 @@ def least_devices(settings: PlanSettings, probe: Probe, least: int) -> tuple[Pla
     return largest, ""
 
 
-def _doubled(first: int, most: int) -> Iterator[int]:
+def _doublings(first: int, most: int) -> Iterator[int]:
     """Iterate over a number times 1, 2, 4 and so on, and the largest number if it is a multiple."""
     number = first
     while number <= most:
