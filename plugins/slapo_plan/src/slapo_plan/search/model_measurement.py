@@ -200,7 +200,7 @@ class _StageMeasurements:
                 measured[policy] = tuple(found[run] for run, _ in plain.values())
         middle = ends[1] if len(ends) == 3 else StageEnds(ends[-1].entry, ends[0].exit, *_messages(ends))
         tied = self._bytes_of_ties()
-        batch = storage_bytes(each for each in self.part.values() if isinstance(each, torch.Tensor))
+        batch = sum(each.nbytes for each in self.part.values() if isinstance(each, torch.Tensor))  # a view of a larger batch
         return ModelRecord(ends[0], middle, ends[-1], measured, paths, tied, batch, self.output)
 
     def _run(self, stage: Stage) -> StageSplitter:

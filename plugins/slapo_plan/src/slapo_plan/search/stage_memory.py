@@ -158,7 +158,8 @@ def peak_bytes(
     if rules.gradient_itemsize:
         state, gradients = state + rules.gradient_itemsize * elements, 0
     once: float = 1 - tied / max(1, sum(max(each.parameters, each.gathered) for each in stages))
-    held = round(once * (parameters + state)) + microbatches * batch + (gradients if rules.buckets else 0)
+    held = round(once * (parameters + state)) + (gradients if rules.buckets else 0)
+    held += (microbatches + 1) * batch  # with the schedule's example inputs
     held += sum(_messages(each, rules, microbatches) for each in stages)
     kept = round(once * gradients)
     held_behind = held if rules.buckets else held + kept
