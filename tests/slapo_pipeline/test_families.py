@@ -15,7 +15,7 @@ from .stage_comparison import assert_same_as_model, cut, expected_of
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(CLASSES) if name not in IN_TWO]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", EACH)
 def test_same_loss_and_gradients(name: str) -> None:
     check(name, 4)

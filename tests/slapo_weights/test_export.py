@@ -63,6 +63,7 @@ def test_what_was_read_converted_is_written_as_it_was(name: str, head: str, tmp_
     assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("steps", ["trace", "flatten", "kernels", "cut"])
 def test_the_unmodified_model_is_known_after_steps(steps: str, tmp_path: Path) -> None:
     model: Any = FAMILIES["mixtral" if steps != "cut" else "gpt2"].model()

@@ -80,6 +80,7 @@ def test_attention_drops_what_torch_drops(choice: str) -> None:
     torch.testing.assert_close(found, weights @ v)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler asks, of inputs that are not leaves
 def test_inductor_drops_what_eager_drops() -> None:
     call = CALLS["bias_dropout_residual"][0]

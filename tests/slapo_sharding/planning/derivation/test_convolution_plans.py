@@ -200,6 +200,7 @@ def _compare(rank: int, kind: str) -> tuple[set[str], list[str]]:
     return whole, told
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_derived_plans_equal_the_unmodified_model(kind: str, ranks: int) -> None:

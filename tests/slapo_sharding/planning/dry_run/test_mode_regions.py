@@ -71,7 +71,7 @@ def _split(rank: int, region: str) -> list[str]:
     return [str(step) for step in sch.journal.steps[-1].children]
 
 
-@pytest.mark.parametrize("region", ["autocast", "no_grad"])
+@pytest.mark.parametrize("region", ["autocast", pytest.param("no_grad", marks=pytest.mark.slow)])
 def test_a_model_with_a_region_is_split_and_the_process_keeps_its_modes(region: str) -> None:
     steps = run_distributed(_split, 2, region)[0]
     assert sum("qkv" in step and "shard" in step for step in steps) == 2, steps
