@@ -175,7 +175,7 @@ def test_bad_constraints_are_refused(constraints: dict[str, int], error: type[Ex
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": gpt2}, "the model is a function; give an nn.Module"),
+        ({"model": len}, "the model is a builtin_function_or_method; give an nn.Module"),
         ({"model": nn.Linear}, "the model is Linear; give an nn.Module"),
         ({"model": create_schedule(nn.Linear(2, 2))}, "slapo.estimate takes a schedule"),
         ({"batch": torch.zeros(1, 8)}, "the batch is a Tensor; give the arguments of the forward by name"),
