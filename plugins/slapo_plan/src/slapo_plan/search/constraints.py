@@ -58,10 +58,10 @@ def _is_number(value: Any) -> bool:
 
 def contradiction(space: LayoutSpace) -> str:
     """Return a sentence on constraints that leave no layout: which could have another value, and the nearest ones."""
-    given = ", ".join(f"{name}={_listed(values)}" for name, values in space.constraints.items())
+    given = ", ".join(f"{name}={_as_list(values)}" for name, values in space.constraints.items())
     ranks = format_count(space.ranks, "rank")
     problem = f"plan: no layout of {ranks} and a global batch of {format_count(space.global_batch, 'row')} has {given}"
-    remedies = [f"{name}={_listed(values)}" for name in space.constraints if (values := _possible_values(space, name))]
+    remedies = [f"{name}={_as_list(values)}" for name in space.constraints if (values := _possible_values(space, name))]
     if remedies:
         return f"{problem}; with {', or with '.join(remedies)} there is one"
     return f"{problem}; leave two or more of these out"
@@ -78,5 +78,5 @@ def _possible_values(space: LayoutSpace, name: str) -> list[Any]:
     return sorted(values, key=lambda each: abs(each - own) if _is_number(each) else 0)[:_SHOWN]
 
 
-def _listed(values: Any) -> str:
+def _as_list(values: Any) -> str:
     return " or ".join(map(str, values))

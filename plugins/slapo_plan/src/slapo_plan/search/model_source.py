@@ -83,29 +83,40 @@ class ModelSource:
         space = LayoutSpace(ranks, global_batch, blocks, devices, constraints, pipelines, replicas)
         wanted = constraints.get("pipeline_schedule", tuple(name for name, each in pipelines.items() if each.is_default))
         self._splits = any(pipelines[name].splits_backward for name in wanted)
-        candidates: list[Candidate] = []
-        for tp in space.degrees():
-            for layout in space.layouts(tp):
-                found = self._cost(layout)
-                if isinstance(found, Candidate):
-                    candidates.append(found)
-                elif found not in space.rejected:
-                    space.rejected.append(found)
+        candidates = self._candidates(space)
         if not candidates and not space.rejected:
             raise ContradictionError(contradiction(space))
-        candidates.sort(key=lambda each: each.step_seconds)
+        return self._refine_fastest(candidates, space), space.rejected
+
+    def _candidates(self, space: LayoutSpace) -> list[Candidate]:
+        """Return the layouts that fit by the costs of their parts, fastest first; the others go to those that are rejected."""
+        found: list[Candidate] = []
+        for tp in space.degrees():
+            for layout in space.layouts(tp):
+                cost = self._cost(layout)
+                if isinstance(cost, Candidate):
+                    found.append(cost)
+                elif cost not in space.rejected:
+                    space.rejected.append(cost)
+        return sorted(found, key=lambda each: each.step_seconds)
+
+    def _refine_fastest(self, candidates: list[Candidate], space: LayoutSpace) -> list[Candidate]:
+        """Return the candidates that fit once the fastest are refined, fastest first.
+
+        Pipelines behind those have as much more memory as the refined ones with their schedule needed. Therefore the fastest of
+        each schedule is refined, if that needs no further measurement.
+        """
         best: list[Candidate] = []
         others: list[Candidate] = []
         forms: set[ModelForm] = set()  # of pipelines whose stages were measured
         growth: dict[str, float] = {}  # of their memory, by pipeline schedule
         for plain in candidates:
-            layout = plain.layout
-            is_new = layout.pp > 1 and layout.form in forms and layout.pipeline_schedule not in growth
-            if len(best) >= _REFINED and not is_new:
+            layout, is_enough = plain.layout, len(best) >= _REFINED
+            if is_enough and (layout.pp == 1 or layout.form not in forms or layout.pipeline_schedule in growth):
                 others.append(plain)
             elif isinstance(refined := self._refine(plain), Rejection):
                 space.rejected.append(refined)
-                if is_new and len(best) >= _REFINED:
+                if is_enough:
                     growth[layout.pipeline_schedule] = max(growth.values())
             else:
                 best.append(refined)
@@ -116,11 +127,8 @@ class ModelSource:
         for plain in others:
             most = growth.get(plain.layout.pipeline_schedule, max(growth.values(), default=1.0)) if plain.layout.pp > 1 else 1.0
             found = self._with_growth(plain, most)
-            if isinstance(found, Candidate):
-                best.append(found)
-            else:
-                space.rejected.append(found)
-        return sorted(best, key=lambda each: each.step_seconds), space.rejected
+            (best if isinstance(found, Candidate) else space.rejected).append(found)  # type: ignore[arg-type]
+        return sorted(best, key=lambda each: each.step_seconds)
 
     def _with_growth(self, candidate: Candidate, growth: float) -> Candidate | Rejection:
         """Return a candidate with ``growth`` times the memory, and more recomputation if it is needed then."""
