@@ -125,7 +125,9 @@ class ModelSource:
                     ratio = refined.peak / plain.peak if refined.policies == plain.policies else 1.0
                     growth[layout.pipeline_schedule] = max(ratio, growth.get(layout.pipeline_schedule, 1.0))
         for plain in others:
-            most = growth.get(plain.layout.pipeline_schedule, max(growth.values(), default=1.0)) if plain.layout.pp > 1 else 1.0
+            most = max(growth.values(), default=1.0) if plain.layout.pp > 1 else 1.0
+            if self._has_equal_blocks and plain.layout.pp > 1:
+                most = growth.get(plain.layout.pipeline_schedule, most)
             found = self._with_growth(plain, most)
             (best if isinstance(found, Candidate) else space.rejected).append(found)  # type: ignore[arg-type]
         return sorted(best, key=lambda each: each.step_seconds)
