@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_tracing
 from slapo_plan import fake_ranks
@@ -134,6 +135,11 @@ def test_the_observer_of_fakes_runs_each_operator_once() -> None:
             torch.nn.functional.silu(x)  # torch computes its fake by other operators
             mode.observer = None
     assert found == ["mul", "view", "add_", "silu"] * 2
+
+
+def test_torch_asks_a_mode_whether_its_compiler_is_kept_out() -> None:
+    assert TorchDispatchMode._should_skip_dynamo()
+    assert not private.FakeMode._should_skip_dynamo()
 
 
 def test_fakes_remember_functional_collectives() -> None:

@@ -106,14 +106,14 @@ def block_runs(module: nn.Module, ahead: int = 0, longest: int = 1) -> list[Bloc
         if isinstance(getattr(each, "code", None), str):  # a traced forward calls its blocks by name
             found.extend(_runs_of_graph(each, ahead))
             return
-        if isinstance(each, nn.ModuleList) and all(map(_can_run, each)):
-            children = [(name, child) for name, child in each._modules.items() if child is not None]
+        children = [(name, child) for name, child in each._modules.items() if child is not None]
+        if isinstance(each, nn.ModuleList) and all(_can_run(child) for _, child in children):
             signatures = [module_signature(child) for _, child in children]
             for start, length, times in _patterns(signatures, ahead, longest):
                 names, blocks = zip(*children[start : start + length * times], strict=True)
                 found.append(BlockRun(each, names, blocks, length, ahead))
             return
-        for child in each.children():
+        for _, child in children:
             visit(child)
 
     visit(module)
